@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.training.make_samples import make_sample
+from unison.algorithms.advantages import group_advantages
+from unison.algorithms.aggregation import masked_mean, token_sum
+from unison.algorithms.policy_loss import clipped_policy_loss
+from unison.core.errors import ConfigError, DataError
+from unison.core.records import Provenance, Sample, SampleStatus
+from unison.core.sampling import SamplingParams
+from unison.training.rows import (
+    LengthStatistics,
+    TrainingRow,
+    TruncatedRule,
+    build_rows,
+    length_statistics,
+    loss_denominator,
+    reward_columns,
+)
+
+
+def rows_of(samples: list[Sample], truncated: TruncatedRule = "mask", *, std: bool = False) -> list[TrainingRow]:
+    rewards, groups, valid = reward_columns(samples)
+    advantages = group_advantages(rewards, groups, valid, normalize_std=std, epsilon=1e-6)
+    return build_rows(samples, advantages, truncated)
+
+
+def on_policy_loss(rows: list[TrainingRow]) -> float:
+    """The batch's loss where policy and rollout agree."""
+    logprobs = torch.tensor([value for row in rows for value in row.old_logprobs], dtype=torch.float64)
+    weights = torch.tensor([weight for row in rows for weight in row.loss_weight])
+    advantages = torch.tensor([row.advantage for row in rows for _ in row.token_ids], dtype=torch.float64)
+    loss = clipped_policy_loss(logprobs, logprobs, advantages, clip_low=0.2, clip_high=0.28).loss
+    return token_sum(loss, weights).item() / loss_denominator(rows)
+
+
+def two_groups_with_truncated_rows() -> list[Sample]:
+    lengths, rewards = [6, 9, 4, 9, 5, 7, 9, 3], [1, 0, 0, 1, 0, 0, 1, 0]
+    return [
+        make_sample(
+            response=range(10, 10 + length),
+            reward=float(reward),
+            group="first" if index < 4 else "second",
+            name=f"s{index}",
+            status=SampleStatus.TRUNCATED if index in (1, 6) else SampleStatus.COMPLETED,
+        )
+        for index, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+
+
+def test_truncated_samples_count_in_their_group_but_not_in_the_loss() -> None:
+    samples = two_groups_with_truncated_rows()
+    rows = rows_of(samples)
+    assert [row.advantage for row in rows] == [0.5, -0.5, -0.5, 0.5, -0.25, -0.25, 0.75, -0.25]
+    assert [row.is_trained for row in rows] == [True, False, True, True, True, True, False, True]
+    assert set(rows[1].loss_weight) == set(rows[6].loss_weight) == {0.0}
+    assert loss_denominator(rows) == 34
+    assert on_policy_loss(rows) == pytest.approx(-1.75 / 34, rel=1e-12)
+
+
+def test_truncated_samples_can_be_kept_in_the_loss() -> None:
+    rows = rows_of(two_groups_with_truncated_rows(), "keep")
+    assert all(row.is_trained for row in rows)
+    assert loss_denominator(rows) == 52
+
+
+def test_lengths_are_those_generated_whatever_is_masked() -> None:
+    statistics = length_statistics(two_groups_with_truncated_rows())
+    assert (statistics.max_tokens, statistics.min_tokens, statistics.mean_tokens) == (9, 3, 6.5)
+    assert statistics.finished_mean_tokens == pytest.approx(34 / 6)
+    assert length_statistics([]) == LengthStatistics(0, 0, 0.0, 0.0)
+
+
+def test_tool_tokens_between_sampled_ones_are_not_trained() -> None:
+    sample = make_sample((1, 2, 3), (4, 5), logprobs=(-0.1, -0.2), reward=1.0)
+    sample.append_world([6, 7, 8], "tool")
+    sample.append_sampled([9], [-0.3], [0])
+    (row,) = rows_of([sample])
+    assert row.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert row.loss_weight == [0, 0, 0, 1, 1, 0, 0, 0, 1]
+    trained = [p for p, weight in zip(row.old_logprobs, row.loss_weight, strict=True) if weight]
+    assert trained == [-0.1, -0.2, -0.3]
+    assert all(math.isnan(p) for p, weight in zip(row.old_logprobs, row.loss_weight, strict=True) if not weight)
+    assert sample.response_length == 6 and row.weight_sum == 3
+
+
+def test_the_weight_of_a_token_selects_its_own_target() -> None:
+    (row,) = rows_of([make_sample((7, 8), (20, 21, 2), logprobs=(-0.7, -1.1, -0.2), reward=1.0)])
+    target_logprobs = torch.tensor([-5.0, -0.7, -1.1, -0.2], dtype=torch.float64)
+    weights = torch.tensor(row.loss_weight)[1:]
+    assert row.loss_weight == [0, 0, 1, 1, 1]
+    assert -masked_mean(target_logprobs, weights).item() == pytest.approx(2 / 3, rel=1e-6)
+    assert torch.equal(torch.tensor(row.old_logprobs)[1:][weights != 0], torch.tensor([-0.7, -1.1, -0.2]))
+
+
+def test_a_sampled_end_token_is_trained_and_an_appended_one_is_not() -> None:
+    sampled = make_sample(response=(31, 44, 2), logprobs=(-0.105, -0.223, -3.912), reward=1.0)
+    appended = make_sample(response=(31, 44), logprobs=(-0.105, -0.223), reward=1.0)
+    appended.append_world([2], "assistant")
+    own, synthetic = rows_of([sampled, appended])
+    assert own.token_ids[3:] == [31, 44, 2] and own.loss_weight[3:] == [1, 1, 1]
+    assert own.old_logprobs[3:] == [-0.105, -0.223, -3.912]
+    assert synthetic.token_ids[3:] == [31, 44, 2] and synthetic.loss_weight[3:] == [1, 1, 0]
+
+
+def test_a_resumed_answer_is_trained_as_one() -> None:
+    sample = make_sample(response=(11, 12, 13), logprobs=(-0.1, -0.2, -0.3), reward=1.0)
+    sample.append_sampled([14, 15], [-0.4, -0.5], [2, 2])
+    (row,) = rows_of([sample])
+    assert row.token_ids[3:] == [11, 12, 13, 14, 15]
+    assert row.old_logprobs[3:] == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert row.loss_weight[3:] == [1.0] * 5
+
+
+def test_the_row_holds_the_sampled_ids_and_shares_no_list_with_the_sample() -> None:
+    sample = make_sample(response=(5, 2, 7), reward=1.0, group="prompt 4", name="sample 9")
+    (row,) = rows_of([sample])
+    sample.append_sampled([1], [-1.0], [0])
+    assert row.token_ids == [1, 2, 3, 5, 2, 7]
+    assert (row.sample_id, row.group_id) == ("sample 9", "prompt 4")
+
+
+def test_samples_nobody_could_score_have_no_part_in_statistics_or_loss() -> None:
+    samples = [
+        make_sample(reward=1.5, name="a"),
+        make_sample(reward=None, name="b", status=SampleStatus.UNSCORABLE),
+        make_sample(reward=0.5, name="c"),
+        make_sample(reward=None, name="d", status=SampleStatus.UNSCORABLE),
+    ]
+    rows = rows_of(samples)
+    assert [row.advantage for row in rows] == [0.5, 0.0, -0.5, 0.0]
+    assert [row.weight_sum for row in rows] == [2.0, 0.0, 2.0, 0.0]
+    scaled = [row.advantage for row in rows_of(samples, std=True)]
+    assert scaled == pytest.approx([0.707107, 0, -0.707107, 0], abs=2e-6)
+
+
+@pytest.mark.parametrize("status", [SampleStatus.ABORTED, SampleStatus.FAILED, SampleStatus.UNSCORABLE])
+@pytest.mark.parametrize("truncated", ["mask", "keep"])
+def test_samples_without_a_usable_outcome_are_not_trained_even_with_a_reward(
+    status: SampleStatus, truncated: TruncatedRule
+) -> None:
+    rows = rows_of([make_sample(reward=1.0, status=status), make_sample(reward=0.0)], truncated)
+    assert not rows[0].is_trained and rows[1].is_trained
+    assert [row.advantage for row in rows] == [0.0, 0.0]
+
+
+def test_a_completed_sample_without_reward_is_not_trained() -> None:
+    (row,) = rows_of([make_sample(reward=None)])
+    assert not row.is_trained
+
+
+def test_a_batch_that_trains_nothing_is_told_by_its_denominator() -> None:
+    assert loss_denominator([]) == 0.0
+    rows = rows_of([make_sample(status=SampleStatus.ABORTED), make_sample(response=(), reward=1.0)])
+    assert loss_denominator(rows) == 0.0 and not any(row.is_trained for row in rows)
+
+
+def test_greedy_samples_are_trained_at_temperature_one() -> None:
+    samples = [make_sample(sampling=SamplingParams(temperature=t)) for t in (0.0, 0.7, 1.0)]
+    assert [row.temperature for row in rows_of(samples)] == [1.0, 0.7, 1.0]
+
+
+def test_samples_that_must_not_be_trained_are_refused_by_name() -> None:
+    def refuse(sample: Sample, message: str, advantage: float = 0.0) -> None:
+        with pytest.raises(DataError, match=message):
+            build_rows([sample], torch.tensor([advantage]), "mask")
+
+    refuse(make_sample(name="p9", status=SampleStatus.PENDING), "p9 is still pending")
+    refuse(make_sample(name="p9", sampling=SamplingParams(logprobs="raw")), "p9 carries 'raw' log-probs")
+    refuse(make_sample(name="p9"), "p9 has advantage nan", math.nan)
+    refuse(make_sample((), (4, 5), name="p9"), "p9 begins with a sampled token")
+    refuse(make_sample(name="p9", logprobs=(-0.5, -math.inf)), "position 4 has log-prob -inf")
+    broken = make_sample(name="p9")
+    broken.provenance.append(Provenance.SAMPLED)
+    refuse(broken, "p9 has 5 ids, 6 provenances")
+
+
+def test_advantages_and_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 samples need one each"):
+        build_rows([make_sample()], torch.zeros(2), "mask")
+    with pytest.raises(ConfigError, match="truncated='drop' is unknown"):
+        build_rows([make_sample()], torch.zeros(1), "drop")  # type: ignore[arg-type]

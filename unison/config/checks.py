@@ -1,0 +1,61 @@
+"""What can be seen to be wrong between plain values, before any component is built.
+
+How the batch settings fit together is checked where the batch is made, in ``unison.training``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unison.config.schema import TrainConfig
+from unison.core.errors import ConfigError, RequestError
+from unison.core.sampling import SamplingParams
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raise ConfigError, naming the key to change, for values and combinations that cannot be meant."""
+    _check_names(config)
+    _check_sampling(config)
+    _check_data(config)
+
+
+def _check_names(config: TrainConfig) -> None:
+    if not config.model.path.strip():
+        raise ConfigError("model.path is empty; give a model folder or a short name like smollm2-135m")
+    if not config.run.name.strip():
+        raise ConfigError("run.name is empty; give the run a name")
+
+
+def _check_sampling(config: TrainConfig) -> None:
+    """Both sections must make sampling settings that the engine accepts."""
+    rollout = config.rollout
+    _try_sampling(
+        "rollout",
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
+    _try_sampling("eval", temperature=config.eval.temperature)
+
+
+def _try_sampling(section: str, **settings: Any) -> None:
+    try:
+        SamplingParams(**settings)
+    except RequestError as error:
+        raise ConfigError(f"[{section}]: {error}") from None
+
+
+def _check_data(config: TrainConfig) -> None:
+    data = config.data
+    if data.source != "jsonl":
+        return
+    if data.train is None and config.trainer.steps > 0:
+        raise ConfigError("data.source is jsonl, but data.train names no file; give --data.train FILE.jsonl")
+    if data.eval is None and config.eval.problems > 0:
+        raise ConfigError(
+            f"eval.problems is {config.eval.problems}, but data.eval names no file; give --data.eval FILE.jsonl "
+            "or --eval.problems 0"
+        )

@@ -1,0 +1,139 @@
+"""The schema as a flat table: one ``Field`` for each dotted key, in the schema's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+from msgspec import inspect
+
+from unison.config.schema import TrainConfig
+
+Kind = Literal["text", "integer", "number", "boolean", "choice", "list", "table"]
+
+NULL: Final = "null"
+"""How a key that may be absent is set to nothing, in files and in flags alike."""
+
+_SCALARS: Final[dict[type[inspect.Type], Kind]] = {
+    inspect.StrType: "text",
+    inspect.IntType: "integer",
+    inspect.FloatType: "number",
+    inspect.BoolType: "boolean",
+    inspect.LiteralType: "choice",
+    inspect.ListType: "list",
+    inspect.DictType: "table",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One key of the configuration. ``default`` is ``msgspec.NODEFAULT`` where the key is required."""
+
+    path: str
+    annotation: Any
+    kind: Kind
+    item_kind: Kind | None
+    optional: bool
+    choices: tuple[str, ...]
+    bounds: str
+    default: Any
+    description: str
+
+    @property
+    def section(self) -> str:
+        return self.path.partition(".")[0]
+
+    @property
+    def key(self) -> str:
+        return self.path.partition(".")[2]
+
+    @property
+    def required(self) -> bool:
+        return self.default is msgspec.NODEFAULT
+
+    @property
+    def type_text(self) -> str:
+        """The type for tables: ``integer >= 0``, ``auto | on | off``, ``list of text``, ``text or null``."""
+        text = " | ".join(self.choices) if self.kind == "choice" else " ".join(filter(None, (self.kind, self.bounds)))
+        if self.item_kind is not None:
+            text = f"list of {self.item_kind}s"
+        return f"{text} or {NULL}" if self.optional else text
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, as the end of a sentence: ``an integer >= 0``."""
+        match self.kind:
+            case "choice":
+                text = f"one of {', '.join(self.choices)}"
+            case "boolean":
+                text = "true or false"
+            case "list":
+                text = f"a list of {self.item_kind}s, like {_LIST_EXAMPLE.get(str(self.item_kind), '[]')}"
+            case "table":
+                text = "a table of integers, numbers, texts and booleans"
+            case "integer":
+                text = "an integer"
+            case kind:
+                text = "a number" if kind == "number" else kind
+        text = " ".join(filter(None, (text, self.bounds)))
+        return f"{text}, or {NULL}" if self.optional else text
+
+
+_LIST_EXAMPLE: Final = {"text": '["a", "b"]', "integer": "[1, 2]"}
+
+
+@cache
+def fields() -> Mapping[str, Field]:
+    """All keys by dotted path, e.g. ``trainer.steps``."""
+    found: dict[str, Field] = {}
+    for section, struct in sections().items():
+        for info in msgspec.structs.fields(struct):
+            path = f"{section}.{info.name}"
+            found[path] = _field(path, info)
+    return MappingProxyType(found)
+
+
+@cache
+def sections() -> Mapping[str, type[msgspec.Struct]]:
+    """The sections by name, in the schema's order."""
+    return MappingProxyType({info.name: info.type for info in msgspec.structs.fields(TrainConfig)})
+
+
+def _field(path: str, info: msgspec.structs.FieldInfo) -> Field:
+    typed = inspect.type_info(info.type)
+    description = ""
+    if isinstance(typed, inspect.Metadata):
+        description = (typed.extra_json_schema or {}).get("description", "")
+        typed = typed.type
+    optional = False
+    if isinstance(typed, inspect.UnionType):
+        optional = any(isinstance(part, inspect.NoneType) for part in typed.types)
+        (typed,) = (part for part in typed.types if not isinstance(part, inspect.NoneType))
+    kind = _SCALARS[type(typed)]
+    return Field(
+        path=path,
+        annotation=info.type,
+        kind=kind,
+        item_kind=_SCALARS[type(typed.item_type)] if isinstance(typed, inspect.ListType) else None,
+        optional=optional,
+        choices=_choices(info.type) if kind == "choice" else (),
+        bounds=_bounds(typed),
+        default=info.default_factory() if info.default_factory is not msgspec.NODEFAULT else info.default,
+        description=description,
+    )
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The values of ``Annotated[Literal[...], ...]`` as written; msgspec would sort them."""
+    return get_args(get_args(annotation)[0])
+
+
+def _bounds(typed: inspect.Type) -> str:
+    if not isinstance(typed, (inspect.IntType, inspect.FloatType)):
+        return ""
+    limits = ((">=", typed.ge), (">", typed.gt), ("<=", typed.le), ("<", typed.lt))
+    return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)

@@ -1,0 +1,98 @@
+"""TOML files as flat tables of dotted keys, with the line each key stands on for error messages."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from unison.config.fields import fields, sections
+from unison.config.names import did_you_mean, explain_unknown
+from unison.config.values import shown
+from unison.core.errors import ConfigError
+
+_PLACE: Final = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_HEADER: Final = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]")
+_KEY: Final = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """The parsed file and its text. Raises ConfigError naming file and line."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}{_neighbour(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not valid UTF-8 (byte {error.object[error.start]:#04x})") from None
+    try:
+        return tomllib.loads(text), text
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except ValueError as error:
+        raise _syntax_error(path, text, str(error)) from None
+
+
+def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[str, Any, str]]:
+    """``(dotted key, value, file:line)`` for each field; unknown sections and keys raise ConfigError."""
+    for section, body in document.items():
+        if section not in sections():
+            name = f"{section}.{next(iter(body))}" if isinstance(body, dict) and body else section
+            what = "section" if isinstance(body, dict) and not body else "key"
+            hint = did_you_mean(section, sections()) if what == "section" else ""
+            reason = f"is unknown{hint}" if hint else explain_unknown(name)
+            raise ConfigError(f"{_place(path, text, name)}: {what} {name} {reason}")
+        if not isinstance(body, dict):
+            raise ConfigError(
+                f"{_place(path, text, section)}: {section} is {shown(body)}, but is a section; "
+                f"write [{section}] and its keys under it"
+            )
+        for key, value in body.items():
+            name = f"{section}.{key}"
+            if name not in fields():
+                raise ConfigError(f"{_place(path, text, name)}: key {name} {explain_unknown(name)}")
+            yield name, value, _place(path, text, name)
+
+
+def _place(path: Path, text: str, name: str) -> str:
+    line = _line_of(text, name)
+    return f"{path}:{line}" if line else str(path)
+
+
+def _line_of(text: str, name: str) -> int | None:
+    """The line that sets ``name`` or opens it as a table; None where it is written in a rarer form."""
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.match(line)
+        if header:
+            table = _bare(header[1])
+        key = None if header else _KEY.match(line)
+        here = table if header else f"{table}.{_bare(key[1])}".lstrip(".") if key else ""
+        if here and (here == name or here.startswith(f"{name}.")):
+            return number
+    return None
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"""\s*\.\s*""", ".", key).replace('"', "").replace("'", "")
+
+
+def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
+    found = _PLACE.search(message)
+    if found is None:
+        return ConfigError(f"{path}: {message}")
+    line = found[1] or max(1, len(text.splitlines()))
+    column = f", column {found[2]}" if found[2] else ""
+    return ConfigError(f"{path}:{line}{column}: not valid TOML: {message[: found.start()]}")
+
+
+def _neighbour(path: Path) -> str:
+    """A hint at a file of a similar name in the same folder."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f" (nor a folder {folder})"
+    return did_you_mean(str(path), [str(folder / entry.name) for entry in folder.glob("*.toml")])

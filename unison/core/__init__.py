@@ -1,0 +1,1 @@
+"""Shared records, errors and protocols. Imports neither torch nor any other part of Unison."""

@@ -1,0 +1,50 @@
+"""Every error a user can meet. Each message names the offending value and the fix.
+
+A user error also derives from the built-in it resembles, so plain ``except ValueError`` works.
+"""
+
+from __future__ import annotations
+
+
+class UnisonError(Exception):
+    """Root of all errors raised on purpose by Unison."""
+
+
+class ConfigError(UnisonError, ValueError):
+    """A configuration file, key or combination of settings that cannot be meant."""
+
+
+class RequestError(UnisonError, ValueError):
+    """A generation request that cannot be served; raised before any work starts."""
+
+
+class DataError(UnisonError, ValueError):
+    """A data set or row that cannot be used; names file and line."""
+
+
+class RewardError(UnisonError, ValueError):
+    """A reward function that cannot be loaded or returned something unusable."""
+
+
+class ModelError(UnisonError, ValueError):
+    """A model folder or architecture that cannot be loaded."""
+
+
+class NumericsError(UnisonError, RuntimeError):
+    """Exact numerics were asked for and this machine or model cannot give them."""
+
+
+class WeightUpdateError(UnisonError, RuntimeError):
+    """A weight transaction that was refused; the engine keeps what its staging promises."""
+
+
+class NonFiniteError(UnisonError, ArithmeticError):
+    """A loss or gradient that is not finite; raised before the optimizer moves."""
+
+
+class CapacityError(RequestError):
+    """A request that can never fit into the engine's memory; carries the arithmetic."""
+
+
+class EngineStateError(UnisonError, RuntimeError):
+    """A call the engine cannot take in its present state (closed, no complete weights)."""

@@ -1,0 +1,1 @@
+"""The rollout engine: requests in, sampled tokens with their log-probs out. Knows nothing of training."""

@@ -1,0 +1,1 @@
+"""Model architectures, each written once over ``unison.ops`` and used by rollout and training alike."""

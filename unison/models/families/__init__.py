@@ -1,0 +1,1 @@
+"""One file per family: how its config.json reads as a spec."""

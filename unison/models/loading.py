@@ -1,0 +1,127 @@
+"""Loading a folder of safetensors into a model, tensor by tensor, with a closing check.
+
+``WeightLoader`` serves start-up and weight updates alike: it knows which tensors a complete set
+has, refuses what is foreign, misshapen or doubled, and at the end names what never came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from unison.core.errors import ModelError
+from unison.models.decoder import Decoder
+from unison.models.names import TensorSlot, tensor_slots
+from unison.models.registry import read_spec
+from unison.models.spec import DecoderSpec
+
+_TIED_NAMES = {"lm_head.weight": "model.embed_tokens.weight"}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightLoader:
+    """Writes published tensors into ``parameters``; ``finish`` checks that the set was complete."""
+
+    def __init__(self, spec: DecoderSpec, parameters: Mapping[str, Tensor]) -> None:
+        self._slots: dict[str, TensorSlot] = {slot.name: slot for slot in tensor_slots(spec)}
+        self._parameters = parameters
+        self._tied = _TIED_NAMES if spec.tied_embeddings else {}
+        self._written: set[str] = set()
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one published tensor, cast to the parameter's dtype by one rounding."""
+        target = self._tied.get(name, name)
+        slot = self._slots.get(target)
+        if slot is None:
+            raise ModelError(f"tensor {name!r} has no place in this model")
+        if tuple(tensor.shape) != slot.shape:
+            raise ModelError(f"tensor {name!r} has shape {list(tensor.shape)}; {list(slot.shape)} is needed")
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(f"tensor {name!r} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
+        destination = self._parameters[slot.parameter][slot.start : slot.end]
+        if target in self._written:
+            self._check_same(name, target, tensor, destination)
+            return
+        destination.copy_(tensor)
+        self._written.add(target)
+
+    def _check_same(self, name: str, target: str, tensor: Tensor, destination: Tensor) -> None:
+        if target == name and name not in self._tied.values():
+            raise ModelError(f"tensor {name!r} was given twice")
+        # Tied matrices may be sent under both names, but then they must be one matrix.
+        if not torch.equal(destination, tensor.to(destination.dtype)):
+            raise ModelError(f"tensor {name!r} differs from the one it is tied to; send one of them, or equal ones")
+
+    def finish(self) -> None:
+        """Raise ModelError unless every tensor of the model was written."""
+        missing = [name for name in self._slots if name not in self._written]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ModelError(f"{len(missing)} of {len(self._slots)} tensors were never written: {shown}")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises ModelError naming the file where it cannot be read."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{folder} is no model folder: it has no config.json") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    return config
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Decoder:
+    """The model in ``folder`` with weights cast to ``dtype``; at most one tensor is held twice."""
+    spec = read_spec(read_config(folder))
+    model = Decoder(spec, dtype)
+    load_weights(model, folder)
+    return model.requires_grad_(False)
+
+
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Fill ``model`` from the folder's safetensors files."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loader = WeightLoader(model.spec, parameters)
+    for name, tensor in stream_tensors(folder):
+        loader.write(name, tensor)
+    loader.finish()
+
+
+def stream_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every safetensors file of the folder, read one at a time."""
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - a handle of the library, not a dict
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is no readable safetensors file: {error}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's weight files: those of the index where there is one, else all safetensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} is no readable weight index: {error!r}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks weight files named by its index: {', '.join(missing)}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no weights: no *.safetensors file in it")
+    return files

@@ -1,0 +1,74 @@
+"""Chooses dtype and numerics path for a model on this machine, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unison.core.errors import NumericsError
+from unison.models.spec import DecoderSpec
+from unison.ops.padding import EXACT, FAST, NumericsPath
+from unison.ops.selftest import DTYPES, SelfTestResult, Shapes, run_selftest
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsChoice:
+    """notes are whole sentences for people; each automatic choice or fallback leaves one."""
+
+    dtype: torch.dtype
+    path: NumericsPath
+    notes: tuple[str, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def shapes_of(spec: DecoderSpec) -> Shapes:
+    """The shapes the self-test has to prove for this model."""
+    heads, kv, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    linears = ((hidden, (heads + 2 * kv) * dim), (heads * dim, hidden), (hidden, 2 * inner), (inner, hidden))
+    return Shapes(linears, heads, kv, dim, hidden, inner, spec.vocab_size)
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU computes bfloat16 in hardware; emulated, it is many times slower than float32."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def choose_numerics(spec: DecoderSpec, dtype: str, numerics: str) -> NumericsChoice:
+    """Resolve "auto" for this model and machine.
+
+    dtype auto: bfloat16 where the CPU has instructions for it, else float32. numerics auto: exact
+    where the self-test holds (in float32 if bfloat16 fails and dtype is auto), else fast. Raises
+    NumericsError where exact is demanded and the self-test fails.
+    """
+    notes: list[str] = []
+    candidates = [dtype] if dtype != "auto" else _automatic_dtypes(notes)
+    if numerics == "fast":
+        return NumericsChoice(DTYPES[candidates[0]], FAST, tuple(notes))
+    results: list[tuple[str, SelfTestResult]] = []
+    for name in candidates:
+        result = run_selftest(name, shapes_of(spec))
+        if result.passed:
+            if results:
+                notes.append(f"dtype {name} was chosen: the operators are not exact in {results[0][0]} here.")
+            return NumericsChoice(DTYPES[name], EXACT, tuple(notes))
+        results.append((name, result))
+    reasons = "; ".join(f"{name}: {result.failures[0]}" for name, result in results)
+    if numerics == "exact":
+        raise NumericsError(f"numerics=exact cannot be kept on this machine ({reasons}); use numerics=fast or auto")
+    notes.append(
+        f"numerics fell back to fast: the self-test failed ({reasons}). "
+        "Rollout and training will differ slightly; the difference is measured each step."
+    )
+    return NumericsChoice(DTYPES[candidates[0]], FAST, tuple(notes))
+
+
+def _automatic_dtypes(notes: list[str]) -> list[str]:
+    if has_fast_bfloat16():
+        return ["bfloat16", "float32"]
+    notes.append("dtype float32 was chosen: this CPU has no bfloat16 instructions.")
+    return ["float32"]

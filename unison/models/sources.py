@@ -1,0 +1,63 @@
+"""Where a model comes from: a folder on this machine, or a short name. No hub is ever asked."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from unison.core.errors import ModelError
+from unison.models.packaged import PACKAGED_MODELS, cache_dir, ensure
+
+__all__ = ["cache_dir", "resolve_model"]
+
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The folder of a model in Hugging Face layout, ready to load.
+
+    An existing path is taken as it is; a short name is fetched and converted at its first use.
+    Raises ModelError where the folder cannot be loaded from, or the name is unknown.
+    """
+    if not name_or_path:
+        raise ModelError(f"the model's name is empty; give a folder, or one of {short_names()}")
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        check_folder(path)
+        return path
+    if name_or_path in PACKAGED_MODELS:
+        return ensure(name_or_path)
+    raise ModelError(unknown(name_or_path))
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelError, with the reason, where a folder is no model in safetensors form."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
+    files = [entry for entry in folder.iterdir() if entry.is_file()]
+    if not files:
+        raise ModelError(f"{folder} holds no files; a model folder has config.json and *.safetensors")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; give a folder in Hugging Face layout")
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    pickles = sorted(file.name for file in files if file.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelError(
+            f"{folder} has its weights only as {pickles[0]}, a format that can run code when loaded and is refused; "
+            f"save the model again as *.safetensors"
+        )
+    raise ModelError(f"{folder} has a config.json but no weights (*.safetensors)")
+
+
+def unknown(name: str) -> str:
+    close = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), PACKAGED_MODELS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return (
+        f"model {name!r} is neither an existing folder nor a short name; {hint}short names: {short_names()}; "
+        f"names on a model hub are not fetched: download the model and give its folder"
+    )
+
+
+def short_names() -> str:
+    return ", ".join(PACKAGED_MODELS)

@@ -1,0 +1,264 @@
+"""The metrics of a run: the one table that names and explains each of them.
+
+``python -m unison.observability.metrics`` prints the docs page.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from unison.observability.registry import Metric, MetricRegistry, render_page
+
+
+def _metric(name: str, unit: str, description: str, healthy: str, advice: str) -> Metric:
+    return Metric(name=name, unit=unit, description=description, healthy=healthy, advice=advice)
+
+
+_NO_ADVICE: Final = "nothing to do: it describes the run"
+
+_ROLLOUT: Final = (
+    _metric(
+        "rollout/reward_mean",
+        "reward",
+        "Mean reward of the step's scorable samples.",
+        "rises over tens of steps; single steps are noisy",
+        "flat: look at rollout/no_contrast_share and raise trainer.learning_rate; falling: lower it",
+    ),
+    _metric(
+        "rollout/reward_std",
+        "reward",
+        "Standard deviation of the reward over the step's scorable samples.",
+        "well above 0",
+        "near 0, all samples score alike and nothing is learnt: make the task easier or harder",
+    ),
+    _metric(
+        "rollout/logp_diff_max",
+        "nats",
+        "Largest absolute difference between a token's log-prob as sampled and as the trainer computes it "
+        "with the same weights.",
+        "exactly 0 with exact numerics",
+        "run `unison check exactness --model ...`; with fast numerics keep it below about 0.5",
+    ),
+    _metric(
+        "rollout/logp_diff_mean",
+        "nats",
+        "Mean of the same difference over all sampled tokens.",
+        "exactly 0 with exact numerics; below about 0.01 with fast ones",
+        "as for rollout/logp_diff_max",
+    ),
+    _metric(
+        "rollout/length_mean",
+        "tokens",
+        "Mean response length, the end token included.",
+        "steady, or moving with the reward",
+        "growing without reward: check the stop strings and lower rollout.max_new_tokens",
+    ),
+    _metric("rollout/length_min", "tokens", "Shortest response.", "above 0", "0: a stop ends responses at once"),
+    _metric(
+        "rollout/length_max",
+        "tokens",
+        "Longest response.",
+        "below rollout.max_new_tokens",
+        "at the limit: see rollout/truncated_share",
+    ),
+    _metric(
+        "rollout/truncated_share",
+        "share",
+        "Share of responses that ended by length instead of a stop.",
+        "below 0.1",
+        "raise rollout.max_new_tokens, or give a stop string; algorithm.truncated says how they are trained",
+    ),
+    _metric(
+        "rollout/unscorable",
+        "samples",
+        "Samples whose reward function failed or returned no finite number; they are left out of their group.",
+        "0",
+        "see `error` in rollouts.jsonl and mend the reward function",
+    ),
+    _metric(
+        "rollout/aborted",
+        "samples",
+        "Samples ended before they were complete.",
+        "0",
+        "see the run's messages for what ended them",
+    ),
+    _metric("rollout/tokens", "tokens", "Tokens sampled in the step.", "steady", _NO_ADVICE),
+    _metric(
+        "rollout/tokens_per_s",
+        "tokens/s",
+        "Sampled tokens by time of the rollout.",
+        "steady",
+        "falling with equal lengths: another process takes the cores; `unison doctor` looks",
+    ),
+    _metric(
+        "rollout/seconds",
+        "s",
+        "Time of the rollout, rewards not included.",
+        "steady",
+        "shorten responses, or raise engine.max_running",
+    ),
+    _metric(
+        "rollout/no_contrast_share",
+        "share",
+        "Share of groups whose samples all have the same reward, so that they teach nothing.",
+        "below 0.7",
+        "near 1: raise rollout.samples_per_prompt, or choose prompts the model solves sometimes",
+    ),
+    _metric(
+        "reward/seconds",
+        "s",
+        "Time of the reward function for the step's samples.",
+        "far below rollout/seconds",
+        "make the reward function cheaper",
+    ),
+)
+
+_TRAIN: Final = (
+    _metric(
+        "train/loss",
+        "-",
+        "The loss that was minimised. It is no measure of progress: its expectation on the first update is near 0.",
+        "finite, around 0",
+        "spikes together with train/grad_norm: lower trainer.learning_rate",
+    ),
+    _metric(
+        "train/kl",
+        "nats",
+        "Mean k3 estimate of the KL from the policy to the reference model, by token.",
+        "0 at the first step, then slowly rising; below about 0.5",
+        "rising fast: lower trainer.learning_rate, or raise algorithm.kl_coef",
+    ),
+    _metric(
+        "train/entropy",
+        "nats",
+        "Mean entropy of the next-token distribution at sampled tokens.",
+        "falls slowly, stays above 0",
+        "collapsing to 0: lower trainer.learning_rate, or raise algorithm.clip_high",
+    ),
+    _metric(
+        "train/ratio_mean",
+        "ratio",
+        "Mean ratio of a token's probability in training to that in rollout.",
+        "exactly 1 with one update for each rollout and exact numerics",
+        "see rollout/logp_diff_max",
+    ),
+    _metric(
+        "train/ratio_max",
+        "ratio",
+        "Largest such ratio.",
+        "exactly 1 with one update for each rollout and exact numerics",
+        "see rollout/logp_diff_max",
+    ),
+    _metric(
+        "train/clip_share",
+        "share",
+        "Share of trained tokens whose ratio was clipped.",
+        "0 with one update for each rollout; else below 0.2",
+        "lower trainer.learning_rate",
+    ),
+    _metric(
+        "train/grad_norm",
+        "-",
+        "Norm of the whole gradient before clipping.",
+        "within a factor of ten of its usual value",
+        "spikes: look at that step's rollouts; trainer.max_grad_norm bounds what they do",
+    ),
+    _metric("train/learning_rate", "-", "Learning rate of the update.", "as scheduled", _NO_ADVICE),
+    _metric("train/tokens", "tokens", "Tokens trained on in the step, prompts included.", "steady", _NO_ADVICE),
+    _metric(
+        "train/tokens_per_s",
+        "tokens/s",
+        "Trained tokens, prompts included, by time of forward, backward and update.",
+        "steady",
+        "raise trainer.micro_batch_tokens if memory allows",
+    ),
+    _metric("train/seconds", "s", "Time of forward, backward and update.", "steady", "see train/tokens_per_s"),
+    _metric(
+        "train/micro_batches",
+        "micro-batches",
+        "Forward and backward passes the step was cut into; the gradient does not depend on it.",
+        "few",
+        "raise trainer.micro_batch_tokens if memory allows",
+    ),
+)
+
+_SYSTEM: Final = (
+    _metric("weights/version", "updates", "Weight version the engine holds after the step.", "the step", _NO_ADVICE),
+    _metric(
+        "weights/seconds",
+        "s",
+        "Time of the weight update from trainer to engine.",
+        "far below step/seconds",
+        "memory is short: see memory/peak_bytes",
+    ),
+    _metric("step/seconds", "s", "Time of the whole step, evaluation not included.", "steady", _NO_ADVICE),
+    _metric(
+        "step/other_share",
+        "share",
+        "Share of the step outside forward, backward and sampling: rewards, batching, weight update, logging.",
+        "below 0.1",
+        "see reward/seconds and weights/seconds",
+    ),
+    _metric(
+        "memory/peak_bytes",
+        "bytes",
+        "Highest resident memory of the process so far.",
+        "flat after the first steps",
+        "lower engine.kv_tokens, trainer.micro_batch_tokens or trainer.logprob_chunk_tokens",
+    ),
+    _metric("data/epoch", "epochs", "Times the training prompts have been gone through.", "-", _NO_ADVICE),
+    _metric(
+        "data/skipped",
+        "prompts",
+        "Prompts skipped so far: broken rows and prompts over the limit, where they are not set to fail.",
+        "0",
+        "mend the rows named in the messages, or raise data.max_prompt_tokens",
+    ),
+)
+
+_CONFIDENCE: Final = "interval at level eval.confidence; it narrows with eval.problems"
+
+_EVAL: Final = (
+    _metric(
+        "eval/accuracy",
+        "share",
+        "Mean reward of samples on held-out prompts at eval.temperature.",
+        "rises with rollout/reward_mean",
+        "rollout rises and this does not: the training prompts are learnt by heart; use more of them",
+    ),
+    _metric("eval/accuracy_ci_low", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "widen eval.problems"),
+    _metric("eval/accuracy_ci_high", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as the lower end"),
+    _metric(
+        "eval/accuracy_greedy",
+        "share",
+        "Mean reward on held-out prompts at temperature 0.",
+        "at or above eval/accuracy",
+        "far below eval/accuracy: look at the greedy responses for loops",
+    ),
+    _metric("eval/accuracy_greedy_ci_low", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric("eval/accuracy_greedy_ci_high", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric(
+        "eval/length_mean",
+        "tokens",
+        "Mean response length of the sampled evaluation.",
+        "near rollout/length_mean",
+        "see rollout/length_mean",
+    ),
+    _metric(
+        "eval/truncated_share",
+        "share",
+        "Share of its responses that ended by length.",
+        "near rollout/truncated_share",
+        "see rollout/truncated_share",
+    ),
+    _metric("eval/problems", "prompts", "Held-out prompts evaluated.", "200 or more", "raise eval.problems"),
+    _metric("eval/seconds", "s", "Time of the evaluation.", "far below the run", "lower eval.problems or eval.samples"),
+    _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
+)
+
+METRICS: Final[MetricRegistry] = MetricRegistry((*_ROLLOUT, *_TRAIN, *_SYSTEM, *_EVAL))
+"""The registry that sinks check against. A plug-in adds its own metrics with ``METRICS.register``."""
+
+
+if __name__ == "__main__":
+    print(render_page(METRICS), end="")

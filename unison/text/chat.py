@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, Protocol
 
 from unison.core.errors import DataError
@@ -49,22 +50,17 @@ def encode_chat(
     written = "".join(_strings([plain, extra]))
     marks = _Marks(template.source + written)
 
-    def rendering(change: Callable[[str, bool], str]) -> list[str | int]:
-        changed = [
-            _map_strings(message, lambda text, own=message["role"] == "assistant": change(text, own))
-            for message in plain
-        ]
-        rest = _map_strings(extra, lambda text: change(text, False))
-        return control.split(
-            template.render(changed, add_generation_prompt=add_generation_prompt, now=now, **rest)
-        )
+    def rendering(change: Callable[..., str]) -> list[str | int]:
+        changed = [_map_strings(message, partial(change, own=message["role"] == "assistant")) for message in plain]
+        rest = _map_strings(extra, partial(change, own=False))
+        return control.split(template.render(changed, add_generation_prompt=add_generation_prompt, now=now, **rest))
 
-    def neutralised(text: str, own: bool) -> str:
+    def neutralised(text: str, *, own: bool) -> str:
         pattern = control.special_anywhere if own else control.anywhere
         return pattern.sub(lambda match: marks.mark(match.group()), text)
 
-    def masked(text: str, own: bool) -> str:
-        return _mask(neutralised(text, own), control, marks, spare_markup=own)
+    def masked(text: str, *, own: bool) -> str:
+        return _mask(neutralised(text, own=own), control, marks, spare_markup=own)
 
     pieces = rendering(neutralised)
     if not control.edges.isdisjoint(written):
@@ -116,9 +112,7 @@ def _check_same_control(pieces: list[str | int], masked: list[str | int]) -> Non
         )
 
 
-def _encode_pieces(
-    pieces: list[str | int], control: ControlTokens, encode_run: RunEncoder, marks: _Marks
-) -> list[int]:
+def _encode_pieces(pieces: list[str | int], control: ControlTokens, encode_run: RunEncoder, marks: _Marks) -> list[int]:
     ids: list[int] = []
     for index, piece in enumerate(pieces):
         if isinstance(piece, int):

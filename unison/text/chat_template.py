@@ -16,6 +16,8 @@ Message = Mapping[str, Any]
 
 PART_SEPARATOR: Final = "\n"
 """Between the text parts of one message, where the template takes plain strings only."""
+MAX_DEPTH: Final = 64
+"""Of lists and mappings within a message."""
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 _PROBE: Final = "content-part-probe"
 
@@ -103,14 +105,19 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_prepare(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def plain_data(value: Any, where: str) -> Any:
+def plain_data(value: Any, where: str, *, depth: int = 0) -> Any:
     """A copy made of dict, list, str, int, float, bool and None only, so that a template meets no methods of ours."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if depth > MAX_DEPTH:
+        raise DataError(f"{where[:80]}... is nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
-        return {_plain_key(key, where): plain_data(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            _plain_key(key, where): plain_data(item, f"{where}[{key!r}]", depth=depth + 1)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [plain_data(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [plain_data(item, f"{where}[{index}]", depth=depth + 1) for index, item in enumerate(value)]
     raise DataError(f"{where} holds a {type(value).__name__}; only JSON values can be rendered")
 
 

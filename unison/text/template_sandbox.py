@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Final
 
-from jinja2 import Template, nodes
+from jinja2 import Template, Undefined, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS: Final = 1_000_000
+MAX_STEPS: Final = 200_000
 MAX_RENDERED_CHARS: Final = 8_000_000
 MAX_NUMBER_ARGUMENT: Final = 1_000_000
 """Largest width or count that a filter or string method takes."""
@@ -94,6 +94,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Compile ``source`` with its loops and macros metered. Raises TemplateSyntaxError."""
         return self.from_string(_Metered().visit(self.parse(source)))
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        # The base class returns an undefined value, which prints as nothing.
+        raise SecurityError(f"the template asks for {attribute!r} of a {type(obj).__name__}, which is out of bounds")
+
     def tick(self, num_literal_characters: int) -> None:
         """Called at each loop round and macro call."""
         budget = _current.get()
@@ -119,7 +123,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"the template computes a power of more than {MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The odd names are the base class's: a template may pass `self` or `context` as keywords.
         if isinstance(getattr(__obj, "__self__", None), str):
             _check_numbers(args, kwargs)

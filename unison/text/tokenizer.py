@@ -76,10 +76,10 @@ class Tokenizer:
         """Highest id + 1, added tokens included. A model may have more rows than this."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    @property
+    @cached_property
     def byte_fallback(self) -> bool:
         """Whether unknown characters are spelt as byte tokens (Llama 2 style)."""
-        return self._byte_fallback
+        return '"ByteFallback"' in json.dumps(json.loads(self._serialized).get("decoder"))
 
     def encode(self, text: str, *, special_tokens: Literal["plain", "parse"] = "plain") -> list[int]:
         """Ids of ``text``, nothing added. Raises DataError where the text is not valid Unicode.
@@ -125,7 +125,8 @@ class Tokenizer:
         """The compiled template; where the model has several, the one for tools or the default."""
         if not self._chat_source:
             raise ModelError(
-                "the model's tokenizer has no chat template; use raw prompts, or add a chat_template.jinja to its folder"
+                "the model's tokenizer has no chat template; use raw prompts, "
+                "or put a chat_template.jinja into its folder"
             )
         named = self._chat_source if isinstance(self._chat_source, Mapping) else {"default": self._chat_source}
         name = "tool_use" if with_tools and "tool_use" in named else "default"
@@ -137,10 +138,6 @@ class Tokenizer:
 
     def _encode_run(self, text: str, *, first: bool) -> list[int]:
         return _encode(self._plain if first else self._plain_inside, text)
-
-    @cached_property
-    def _byte_fallback(self) -> bool:
-        return '"ByteFallback"' in json.dumps(json.loads(self._serialized).get("decoder"))
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unison.config.fields import fields
+from unison.observability.metrics import METRICS
+from unison.observability.registry import Metric, MetricError, MetricRegistry, render_page
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+STABLE = """
+rollout/reward_mean rollout/reward_std rollout/logp_diff_max rollout/logp_diff_mean rollout/length_mean
+rollout/length_min rollout/length_max rollout/truncated_share rollout/unscorable rollout/aborted rollout/tokens
+rollout/tokens_per_s rollout/seconds rollout/no_contrast_share reward/seconds train/loss train/kl train/entropy
+train/ratio_mean train/ratio_max train/clip_share train/grad_norm train/learning_rate train/tokens train/tokens_per_s
+train/seconds train/micro_batches weights/version weights/seconds step/seconds step/other_share eval/accuracy
+eval/accuracy_ci_low eval/accuracy_ci_high eval/accuracy_greedy eval/accuracy_greedy_ci_low eval/accuracy_greedy_ci_high
+eval/length_mean eval/truncated_share eval/problems eval/seconds eval/weight_version memory/peak_bytes data/epoch
+data/skipped
+"""
+
+
+def metric(name: str) -> Metric:
+    return Metric(name=name, description="d", unit="u", healthy="h", advice="a")
+
+
+def test_the_names_users_script_against_stay() -> None:
+    assert set(STABLE.split()) <= {metric.name for metric in METRICS}
+
+
+def test_each_metric_is_explained() -> None:
+    for entry in METRICS:
+        assert len(entry.description) > 10 and entry.description.endswith(".")
+        assert entry.unit and entry.healthy and entry.advice
+
+
+def test_advice_names_only_keys_and_metrics_that_exist() -> None:
+    known = set(fields()) | {metric.name for metric in METRICS}
+    sections = {name.split(".")[0] for name in fields()} - {"data"} | {"rollout", "train"}
+    for entry in METRICS:
+        for word in f"{entry.healthy} {entry.advice} {entry.description}".replace(",", " ").replace(";", " ").split():
+            word = word.strip(".:`()")
+            if "." in word and word.split(".")[0] in sections and not word.endswith(".jsonl"):
+                assert word in known, (entry.name, word)
+            if "/" in word and word.split("/")[0] in sections:
+                assert word in known, (entry.name, word)
+
+
+def test_the_committed_page_of_metrics_is_the_generated_one() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render_page(METRICS), (
+        "run: python -m unison.observability.metrics > docs/metrics.md"
+    )
+
+
+def test_an_unknown_name_is_refused_and_the_nearest_named() -> None:
+    with pytest.raises(MetricError, match=r"'rollout/reward_mena' is not registered; did you mean rollout/reward_mean"):
+        METRICS.check(["train/loss", "rollout/reward_mena"])
+    with pytest.raises(MetricError, match="register it"):
+        METRICS["zzz"]
+
+
+def test_a_metric_registers_once_and_under_a_proper_name() -> None:
+    registry = MetricRegistry([metric("a/b")])
+    registry.register(metric("a/c"))
+    assert "a/c" in registry and registry["a/c"].unit == "u"
+    with pytest.raises(MetricError, match="already"):
+        registry.register(metric("a/b"))
+    for bad in ("a", "A/b", "a/b/c", "a/b c", ""):
+        with pytest.raises(MetricError, match="group/stat"):
+            registry.register(metric(bad))

@@ -1,0 +1,257 @@
+"""Proves that rollout equals training to the last bit, over everything that must not matter.
+
+Each cell runs the same requests through an engine under other circumstances (company, chunks, pages,
+threads, order of arrival) and compares every token and log-prob with one reference: the trainer's
+forward pass over the finished sequences. Counters prove that the circumstance really occurred. A
+negative control runs stock, unpadded operators and has to differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unison.checks.pairs import all_pairs
+from unison.checks.workload import make_workload
+from unison.config.schema import EngineConfig
+from unison.core.records import GenerationOutput, GenerationRequest
+from unison.engine.engine import Engine
+from unison.models.decoder import Decoder
+from unison.models.loading import load_model, read_config
+from unison.models.numerics import choose_numerics
+from unison.models.registry import read_spec
+from unison.models.sources import resolve_model
+from unison.ops.padding import EXACT, FAST, NumericsPath
+from unison.ops.plan import packed_plan
+from unison.ops.vocab import token_logprobs
+from unison.text.tokenizer import Tokenizer
+
+AXES: dict[str, Sequence[Any]] = {
+    "batch": (1, 8, 64),
+    "chunk": (512, 13, 7),
+    "page": (16, 1, 7),
+    "threads": (1, 2),
+    "temperature": (0.7, 1.0),
+    "arrival": ("at once", "reversed", "staggered"),
+}
+_NUM_ALONE = 6
+_PACK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One line of the matrix. Zero is the only value of num_differing that passes (but in the control)."""
+
+    name: str
+    num_tokens: int
+    num_differing: int
+    max_difference: float
+    counters: str
+    occurred: bool
+    """Whether the counters show that the circumstances of the cell really happened."""
+    is_control: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.occurred and (self.num_differing > 0 if self.is_control else self.num_differing == 0)
+
+    def line(self) -> str:
+        verdict = "ok" if self.passed else "FAILED"
+        return (
+            f"{self.name:<78} tokens {self.num_tokens:>5}  differing {self.num_differing:>5}  "
+            f"max {self.max_difference:.3g}  [{self.counters}]  {verdict}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExactnessReport:
+    cells: tuple[Cell, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(cell.passed for cell in self.cells)
+
+
+def run_exactness(
+    model: str, *, dtype: str = "auto", quick: bool = False, report: Callable[[str], None] = print
+) -> ExactnessReport:
+    """Run the matrix on a model folder or short name; one line per cell goes to ``report``.
+
+    ``quick`` keeps all pairs but sends fewer and shorter requests. Raises NumericsError where the
+    start-up self-test already fails.
+    """
+    folder = resolve_model(model)
+    choice = choose_numerics(read_spec(read_config(folder)), dtype, "exact")
+    check = _Check(folder, choice.dtype, quick)
+    report(f"model {model}, dtype {choice.dtype_name}, {len(check.cells)} cells hold all pairs of axis values")
+    cells = []
+    for cell in check.run():
+        report(cell.line())
+        cells.append(cell)
+    result = ExactnessReport(tuple(cells))
+    total = sum(cell.num_tokens for cell in cells if not cell.is_control)
+    verdict = "exact: every log-prob is bitwise equal" if result.passed else "NOT exact"
+    report(f"{verdict} ({total} tokens compared)")
+    return result
+
+
+class _Check:
+    def __init__(self, folder: Path, dtype: torch.dtype, quick: bool) -> None:
+        self._model = load_model(folder, dtype)
+        self._trainer_model = load_model(folder, dtype)
+        tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        longest = 140 if quick else 420
+        longest = min(longest, self._model.spec.max_positions - 32)
+        self._count = 16 if quick else 72
+        self._workload = make_workload(self._model.spec.vocab_size, tokenizer, self._count, longest)
+        self.cells = all_pairs(AXES)
+
+    def run(self) -> Iterator[Cell]:
+        references = {temperature: self._reference(temperature) for temperature in AXES["temperature"]}
+        for axes in self.cells:
+            yield self._cell(axes, references[axes["temperature"]])
+        yield self._control()
+
+    def _reference(self, temperature: float) -> list[tuple[list[int], list[float]]]:
+        """Tokens of a plain rollout and the *trainer's* log-probs of them, from one differently packed pass."""
+        outputs, _ = _generate(self._model, self._workload.requests(temperature, self._count), EXACT, EngineConfig())
+        logprobs = training_logprobs(self._trainer_model, outputs, temperature, EXACT)
+        return [(output.token_ids, values) for output, values in zip(outputs, logprobs, strict=True)]
+
+    def _cell(self, axes: dict[str, Any], reference: list[tuple[list[int], list[float]]]) -> Cell:
+        count = min(_NUM_ALONE if axes["batch"] == 1 else self._count, self._count)
+        requests = self._workload.requests(axes["temperature"], count)
+        config = EngineConfig(
+            max_running=axes["batch"],
+            max_batch_tokens=1024,
+            prefill_chunk=axes["chunk"],
+            page_size=axes["page"],
+            poison_freed_pages=True,
+        )
+        with _threads(axes["threads"]):
+            outputs, engine = _generate(self._model, requests, EXACT, config, axes["arrival"])
+            trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
+        num_differing, worst, num_tokens = 0, 0.0, 0
+        for output, own, (tokens, logprobs) in zip(outputs, trained, reference[:count], strict=True):
+            num_tokens += len(tokens)
+            differing, difference = _compare(output.token_ids, output.logprobs, own, tokens, logprobs)
+            num_differing += differing
+            worst = max(worst, difference)
+        name = ", ".join(f"{key} {value}" for key, value in axes.items())
+        return Cell(name, num_tokens, num_differing, worst, _counters(engine), _occurred(engine, axes, count))
+
+    def _control(self) -> Cell:
+        requests = self._workload.requests(1.0, self._count)
+        outputs, engine = _generate(self._model, requests, FAST, EngineConfig(max_running=8, prefill_chunk=13))
+        trained = training_logprobs(self._trainer_model, outputs, 1.0, FAST)
+        pairs = [
+            pair for output, own in zip(outputs, trained, strict=True) for pair in zip(output.logprobs, own, strict=True)
+        ]
+        differing = [abs(a - b) for a, b in pairs if a != b]
+        name = "negative control: stock operators, unpadded (must differ)"
+        return Cell(name, len(pairs), len(differing), max(differing, default=0.0), _counters(engine), True, True)
+
+
+def _compare(
+    tokens: list[int], rollout: list[float], trained: list[float], expected_tokens: list[int], expected: list[float]
+) -> tuple[int, float]:
+    if tokens != expected_tokens:
+        return len(expected_tokens), float("inf")
+    worst = [max(abs(a - c), abs(b - c)) for a, b, c in zip(rollout, trained, expected, strict=True)]
+    return sum(value != 0 for value in worst), max(worst, default=0.0)
+
+
+def _generate(
+    model: Decoder,
+    requests: list[GenerationRequest],
+    path: NumericsPath,
+    config: EngineConfig,
+    arrival: str = "at once",
+) -> tuple[list[GenerationOutput], Engine]:
+    engine = Engine(model, path=path, config=config)
+    engine.stats.batch_sizes = set()
+    outputs: dict[str, GenerationOutput] = {}
+    pending = list(reversed(requests)) if arrival == "reversed" else list(requests)
+    while pending or engine.has_work:
+        arriving = min(3, len(pending)) if arrival == "staggered" else len(pending)
+        for request in pending[:arriving]:
+            engine.add_request(request)
+        del pending[:arriving]
+        for output in engine.step():
+            outputs[output.request_id] = output
+        engine.pool.check()
+    return [outputs[request.request_id] for request in requests], engine
+
+
+@torch.no_grad()
+def training_logprobs(
+    model: Decoder, outputs: Sequence[GenerationOutput], temperature: float, path: NumericsPath
+) -> list[list[float]]:
+    """`scaled` log-probs of each output's tokens by the trainer's packed forward pass."""
+    results: list[list[float]] = []
+    pending = list(outputs)
+    while pending:
+        taken, size = 0, 0
+        while taken < len(pending) and (taken == 0 or size + _length(pending[taken]) <= _PACK_TOKENS):
+            size += _length(pending[taken])
+            taken += 1
+        results += _packed_logprobs(model, pending[:taken], temperature, path)
+        del pending[:taken]
+    return results
+
+
+def _length(output: GenerationOutput) -> int:
+    return len(output.prompt_ids) + len(output.token_ids)
+
+
+def _packed_logprobs(
+    model: Decoder, outputs: Sequence[GenerationOutput], temperature: float, path: NumericsPath
+) -> list[list[float]]:
+    rows = [[*output.prompt_ids, *output.token_ids][:-1] for output in outputs]
+    plan = packed_plan([len(row) for row in rows], group_size=model.spec.group_size, path=path, dtype=model.dtype)
+    padding = [0] * (plan.num_rows - sum(map(len, rows)))
+    tokens = torch.tensor([token for row in rows for token in row] + padding)
+    positions = torch.tensor([[place for row in rows for place in range(len(row))] + padding])
+    hidden = model(tokens, positions, plan)
+    predictors = [i for o, (_, end) in zip(outputs, plan.segments, strict=True) for i in range(end - len(o.token_ids), end)]
+    targets = torch.tensor([token for output in outputs for token in output.token_ids])
+    values, _ = token_logprobs(
+        hidden[torch.tensor(predictors)],
+        model.head_weight(),
+        targets,
+        torch.full((len(targets),), temperature, dtype=torch.float32),
+        path=path,
+        with_entropy=False,
+    )
+    return [part.tolist() for part in values.split([len(output.token_ids) for output in outputs])]
+
+
+def _counters(engine: Engine) -> str:
+    stats = engine.stats
+    return (
+        f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes or ())} up to {stats.max_batch_sequences}, "
+        f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}"
+    )
+
+
+def _occurred(engine: Engine, axes: dict[str, Any], count: int) -> bool:
+    stats = engine.stats
+    full = stats.max_batch_sequences == min(axes["batch"], count) or axes["arrival"] == "staggered"
+    chunked = stats.num_partial_chunks > 0 or axes["chunk"] == 512
+    changing = axes["batch"] == 1 or len(stats.batch_sizes or ()) > 1
+    return full and chunked and changing
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""The ``unison`` command. Each subcommand is imported only when it is called."""

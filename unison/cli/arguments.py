@@ -1,0 +1,41 @@
+"""argparse whose complaints are ConfigErrors with a suggestion."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from unison.config.names import did_you_mean
+from unison.core.errors import ConfigError
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Never abbreviates, never exits on errors, and names the flag that was probably meant."""
+
+    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Raises ConfigError for anything not understood."""
+        found, unknown = self.parse_known_args(arguments)
+        if unknown:
+            raise ConfigError(self._unknown(unknown[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        hint = "; a value that begins with - is given as --flag=VALUE" if "expected one argument" in message else ""
+        raise ConfigError(f"{self.prog}: {message}{hint}; see {self.prog} --help")
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{self.prog}: unexpected argument {word!r}; see {self.prog} --help"
+        flag = word.partition("=")[0]
+        flags = [name for action in self._actions for name in action.option_strings]
+        return f"{self.prog}: unknown flag {flag}{did_you_mean(flag, flags)}; see {self.prog} --help"

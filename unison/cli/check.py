@@ -1,0 +1,52 @@
+"""``unison check``: proofs that run on the user's own machine and model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from unison.cli.arguments import ArgumentParser
+from unison.config.names import did_you_mean
+from unison.core.errors import ConfigError
+
+CHECKS: Final = {"exactness": "every log-prob of rollout equals training's bit for bit, whatever the circumstances"}
+
+EXAMPLES: Final = """\
+The exit code is 0 where all cells are exactly equal, 1 where any is not.
+
+examples:
+  unison check exactness --model smollm2-135m
+  unison check exactness --model my-model --dtype float32 --quick
+"""
+
+USAGE: Final = """\
+usage: unison check CHECK ...
+
+checks:
+{checks}
+
+`unison check CHECK --help` explains a check.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a check; returns 1 where it did not pass."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE.format(checks="\n".join(f"  {name}  {text}" for name, text in CHECKS.items())), end="")
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in CHECKS:
+        raise ConfigError(f"unison check: unknown check {name!r}{did_you_mean(name, CHECKS)}; see unison check --help")
+    return _exactness(rest)
+
+
+def _exactness(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser("unison check exactness", f"Proves that {CHECKS['exactness']}.", EXAMPLES)
+    parser.add_argument("--model", required=True, metavar="M", help="model folder, or a short name like smollm2-135m")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="(%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests in each cell")
+    options = parser.parse(arguments)
+    from unison.checks.exactness import run_exactness
+
+    report = run_exactness(options.model, dtype=options.dtype, quick=options.quick)
+    return 0 if report.passed else 1

@@ -1,0 +1,170 @@
+"""``unison generate``: samples from a model, for a look by people or as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from unison.cli.arguments import ArgumentParser
+from unison.core.errors import ConfigError, ModelError
+from unison.core.records import GenerationOutput, expand_runs
+from unison.core.sampling import LOGPROB_KINDS, SamplingParams
+
+if TYPE_CHECKING:
+    from unison.engine.engine import Engine
+
+EXAMPLES: Final = """\
+examples:
+  unison generate --model smollm2-135m --chat "What is 2+3?" --temperature 0
+  unison generate --model smollm2-135m --prompt "1+2=3, 5+4=" --n 4 --max-new-tokens 8 --logprobs scaled
+  unison generate --model my-model --prompt-file prompt.txt --stop $'\\n' --json
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Sample and print. Raises UnisonError for what the user can mend."""
+    options = _parser().parse(arguments)
+    sampling = _sampling(options)
+    texts = _prompt_texts(options)
+    from unison import Engine
+
+    engine = Engine.from_pretrained(options.model, dtype=options.dtype, numerics=options.numerics)
+    prompts = [_chat_ids(engine, text) for text in texts] if options.chat else texts
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, sampling)
+    seconds = time.perf_counter() - start
+    if options.json:
+        _print_json(texts, outputs)
+    else:
+        _print_text(texts, outputs, engine if options.logprobs else None)
+        num_tokens = sum(len(one.token_ids) for copies in outputs for one in copies)
+        print(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.0f} tokens/s)", file=sys.stderr)
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser("unison generate", "Sample from a model.", EXAMPLES)
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="model folder, or a short name like smollm2-135m")
+    add("--prompt", action="append", metavar="TEXT", help="raw text to continue; may be repeated")
+    add("--prompt-file", action="append", metavar="F", help="file to continue, - is standard input; may be repeated")
+    add("--chat", action="append", metavar="TEXT", help="a user's turn in the model's chat template; may be repeated")
+    default = SamplingParams()
+    number = {"metavar": "X", "type": float}
+    integer = {"metavar": "N", "type": int}
+    add("--max-new-tokens", **integer, default=default.max_new_tokens, help="longest answer (%(default)s)")
+    add("--temperature", **number, default=default.temperature, help="0 is greedy (%(default)s)")
+    add("--top-p", **number, default=default.top_p, help="nucleus (%(default)s keeps all)")
+    add("--top-k", **integer, default=default.top_k, help="most likely tokens kept (%(default)s keeps all)")
+    add("--seed", **integer, help="the same seed gives the same answer; drawn and shown where not given")
+    add("--n", **integer, default=default.n, help="answers to each prompt (%(default)s)")
+    add("--stop", action="append", default=[], metavar="S", help="text that ends an answer; may be repeated")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="compute dtype (%(default)s)")
+    add("--numerics", choices=("auto", "exact", "fast"), default="auto", help="numerics path (%(default)s)")
+    add("--logprobs", choices=LOGPROB_KINDS, help="print each token with its log-prob of this kind")
+    add("--json", action="store_true", help="one JSON object an answer on standard output")
+    return parser
+
+
+def _sampling(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_new_tokens=options.max_new_tokens,
+        n=options.n,
+        seed=options.seed,
+        stop=tuple(options.stop),
+        logprobs=options.logprobs or SamplingParams().logprobs,
+    )
+
+
+def _prompt_texts(options: argparse.Namespace) -> list[str]:
+    given = [kind for kind in (options.prompt, options.prompt_file, options.chat) if kind]
+    if len(given) != 1:
+        many = "only one of them at a time" if given else "one of them is needed"
+        raise ConfigError(f"unison generate: --prompt TEXT, --prompt-file F, --chat TEXT: {many}")
+    if options.prompt_file:
+        return [_read(name) for name in options.prompt_file]
+    texts: list[str] = given[0]
+    return texts
+
+
+def _read(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompt file {name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the prompt file {name} is not valid UTF-8") from None
+
+
+def _chat_ids(engine: Engine, text: str) -> list[int]:
+    if engine.tokenizer is None:
+        raise ModelError("the model folder has no tokenizer.json, so --chat cannot be encoded")
+    return engine.tokenizer.render_chat([{"role": "user", "content": text}])
+
+
+def _print_json(texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutput]]) -> None:
+    for text, copies in zip(texts, outputs, strict=True):
+        for copy, one in enumerate(copies):
+            print(json.dumps(_record(text, copy, one), ensure_ascii=False, allow_nan=False))
+
+
+def _record(prompt: str, copy: int, one: GenerationOutput) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "copy": copy,
+        "text": one.text,
+        "finish_reason": one.finish_reason,
+        "matched_stop": one.matched_stop,
+        "seed": one.seed,
+        "prompt_ids": list(one.prompt_ids),
+        "token_ids": one.token_ids,
+        "logprobs": one.logprobs,
+        "logprobs_kind": one.sampling.logprobs,
+        "weight_versions": expand_runs(one.weight_versions),
+    }
+
+
+def _print_text(texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutput]], table_of: Engine | None) -> None:
+    """The bare answer where there is one, else each under a heading; tables of tokens where asked for."""
+    alone = sum(map(len, outputs)) == 1
+    for i, (text, copies) in enumerate(zip(texts, outputs, strict=True), 1):
+        for copy, one in enumerate(copies, 1):
+            if not alone:
+                print(f"--- prompt {i}, answer {copy} of {len(copies)}: {_shortened(text)}")
+            print(one.text)
+            if table_of is not None:
+                print(_table(one, table_of))
+            print(_ending(one), file=sys.stderr if alone else sys.stdout)
+
+
+def _ending(one: GenerationOutput) -> str:
+    why = one.finish_reason if one.matched_stop is None else f"{one.finish_reason} at {one.matched_stop!r}"
+    return f"[{why}, {len(one.token_ids)} tokens after {len(one.prompt_ids)}, seed {one.seed}]"
+
+
+def _table(one: GenerationOutput, engine: Engine) -> str:
+    head = f"\n{'position':>8}  {'id':>7}  {one.sampling.logprobs + ' log-prob':>18}  token"
+    rows = [
+        f"{position:>8}  {token:>7}  {logprob:>18.6f}  {_token_text(engine, token)}"
+        for position, (token, logprob) in enumerate(
+            zip(one.token_ids, one.logprobs, strict=True), start=len(one.prompt_ids)
+        )
+    ]
+    return "\n".join([head, *rows, f"{'sum':>8}  {'':>7}  {sum(one.logprobs):>18.6f}\n"])
+
+
+def _token_text(engine: Engine, token: int) -> str:
+    return "" if engine.tokenizer is None else repr(engine.tokenizer.decode([token], skip_special=False))
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return repr(text if len(text) <= limit else f"...{text[-limit:]}")

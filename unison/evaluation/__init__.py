@@ -1,0 +1,1 @@
+"""Held-out accuracy with intervals, tied to a weight version."""

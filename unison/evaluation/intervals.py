@@ -1,0 +1,31 @@
+"""Confidence intervals of a mean score."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def score_interval(scores: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Interval of the mean of independent scores at level ``confidence``.
+
+    0/1 scores: Wilson's score interval (Wilson 1927), sound for few problems and near 0 and 1.
+    Others: normal approximation with the sample standard deviation.
+    """
+    if not scores:
+        return math.nan, math.nan
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    if all(score in (0.0, 1.0) for score in scores):
+        return wilson_interval(sum(scores), len(scores), z)
+    mean = statistics.fmean(scores)
+    spread = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    return mean - z * spread, mean + z * spread
+
+
+def wilson_interval(successes: float, trials: int, z: float) -> tuple[float, float]:
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    width = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - width) / scale), min(1.0, (centre + width) / scale)

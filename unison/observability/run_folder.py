@@ -1,0 +1,234 @@
+"""The folder of a run, which explains itself: configuration, environment, metrics, rollouts, model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from unison.core.errors import ConfigError
+from unison.core.records import Sample
+from unison.observability.environment import describe_environment
+from unison.observability.jsonl import JsonLines
+from unison.observability.warn import Warn, warn_on_stderr
+
+_MARKS: Final = ("config.toml", "metrics.jsonl")
+"""A folder that holds one of these is a run's already."""
+
+
+class RunFolder:
+    """Paths of a run and the files written by it. Made with ``create``; ``close`` it at the end."""
+
+    def __init__(self, path: Path, *, warn: Warn = warn_on_stderr) -> None:
+        self.path = path
+        self._warn = warn
+        self._rollouts: JsonLines | None = None
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        config_toml: str,
+        command: Sequence[str],
+        numerics: Mapping[str, Any] | None = None,
+        *,
+        warn: Warn = warn_on_stderr,
+    ) -> RunFolder:
+        """Make the folder with config.toml, environment.json and README.md.
+
+        ``command`` is the words that started the run; ``numerics`` is kept in environment.json.
+        Raises ConfigError for a folder that holds a run already or cannot be written.
+        """
+        folder = Path(path)
+        check_unused(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # "x": of two runs that start at once in one folder, the second is refused here.
+            with open(folder / "config.toml", "x", encoding="utf-8", newline="\n") as file:
+                file.write(config_toml)
+            run = cls(folder, warn=warn)
+            run._write_json("environment.json", describe_environment(numerics or {}))
+            run._write_text("README.md", _readme(folder.name, command))
+        except FileExistsError:
+            raise ConfigError(_used(folder, "config.toml")) from None
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run folder {folder}: {error.strerror}; choose another with --run.dir DIR"
+            ) from None
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "plot.png"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json whole; floats that are not finite become null."""
+        self._write_json("summary.json", summary)
+
+    def write_rollouts(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        advantages: Sequence[float | None],
+        tokenizer_decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """Append the samples of a step to rollouts.jsonl, one readable record each.
+
+        ``advantages`` has one for each sample, None where it has none. Lines that cannot be written
+        are counted and warned about, and never stop the run.
+        """
+        if len(samples) != len(advantages):
+            raise ValueError(f"{len(samples)} samples but {len(advantages)} advantages; one for each is needed")
+        if self._rollouts is None:
+            self._rollouts = JsonLines(self.rollouts, warn=self._warn)
+        for sample, advantage in zip(samples, advantages, strict=True):
+            self._rollouts.append(rollout_record(step, sample, advantage, tokenizer_decode))
+
+    def close(self) -> None:
+        """Close rollouts.jsonl. May be called twice."""
+        if self._rollouts is not None:
+            self._rollouts.close()
+
+    def _write_json(self, name: str, value: object) -> None:
+        self._write_text(name, json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _write_text(self, name: str, text: str) -> None:
+        """Replace the file in one move, so that no reader meets half of it."""
+        part = self.path / f".{name}.part"
+        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+        os.replace(part, self.path / name)
+
+
+def check_unused(path: str | Path) -> None:
+    """Raise ConfigError where the folder holds a run already, or is no folder."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"the run folder {folder} is a file; choose another with --run.dir DIR")
+    for name in _MARKS:
+        if (folder / name).exists():
+            raise ConfigError(_used(folder, name))
+
+
+def rollout_record(
+    step: int, sample: Sample, advantage: float | None, tokenizer_decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """A sample as plain data. Per-token lists cover the response; log-probs are null for tokens of others."""
+    start = sample.prompt_length
+    prompt_ids = sample.token_ids[:start]
+    record = {
+        "step": step,
+        "sample_id": sample.sample_id,
+        "group_id": sample.group_id,
+        "status": str(sample.status),
+        "finish_reason": sample.finish_reason,
+        "error": sample.error,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "advantage": advantage,
+        "prompt": tokenizer_decode(prompt_ids),
+        "response": sample.text,
+        "metadata": sample.metadata,
+        "prompt_ids": prompt_ids,
+        "response_ids": sample.response_ids,
+        "response_tokens": [tokenizer_decode([token]) for token in sample.response_ids],
+        "logprobs": sample.logprobs[start:],
+        "weight_versions": sample.weight_versions[start:],
+        "seed": sample.seed,
+    }
+    built: dict[str, Any] = plain(record)
+    return built
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON holds it: floats that are not finite are null, strange objects their repr."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return repr(value)
+
+
+def _used(folder: Path, mark: str) -> str:
+    return (
+        f"the folder {folder} already holds a run ({mark}); choose another with --run.dir DIR or --run.name NAME, "
+        "or move it away"
+    )
+
+
+def _readme(name: str, command: Sequence[str]) -> str:
+    started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return _README.format(name=name, started=started, command=shlex.join(command))
+
+
+_README: Final = """\
+# Run {name}
+
+Started {started} by
+
+```
+{command}
+```
+
+| file | what it is |
+|---|---|
+| `config.toml` | the resolved configuration; `unison train config.toml --run.dir OTHER` runs it again |
+| `environment.json` | machine, library versions, threads, code version and numerics path of the run |
+| `metrics.jsonl` | one JSON object a step: `step` and the metrics by name; all names are explained in docs/metrics.md |
+| `rollouts.jsonl` | some samples of each step, one JSON object a sample; see below |
+| `summary.json` | the outcome in a few numbers; written at the end |
+| `plot.png` | reward, held-out accuracy, lengths, KL, entropy and mismatch over the steps; drawn at the end |
+| `model/` | the trained model in Hugging Face layout, loadable by transformers and by Unison; exported at the end |
+
+Files written at the end are missing while the run goes on, after an interruption, or where the configuration turns
+them off.
+
+## A record of rollouts.jsonl
+
+| key | meaning |
+|---|---|
+| `step`, `sample_id`, `group_id` | where the sample belongs; samples of one prompt share a group |
+| `status` | completed, truncated (ended by length), aborted, failed, or unscorable (see `error`) |
+| `finish_reason` | stop, length or abort |
+| `reward`, `reward_parts`, `advantage` | what the sample scored, of what parts, and how it stands in its group |
+| `prompt`, `response` | the texts; the response ends before its stop string |
+| `prompt_ids`, `response_ids`, `response_tokens` | the token ids, and each response token as text |
+| `logprobs` | natural log-prob of each response token as sampled; null where the policy did not write the token |
+| `weight_versions` | version of the weights that sampled each response token; -1 where the policy did not |
+| `seed` | seed of the sample's noise: the same weights, prompt and seed give the same tokens |
+| `metadata` | what the data source said about the prompt |
+"""

@@ -10,6 +10,10 @@ from unison.config.names import did_you_mean
 from unison.core.errors import ConfigError
 
 
+class HelpShown(Exception):
+    """The user asked for help and has got it; there is nothing else to do."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Never abbreviates, never exits on errors, and names the flag that was probably meant."""
 
@@ -28,6 +32,10 @@ class ArgumentParser(argparse.ArgumentParser):
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
         return found
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Called by argparse after ``--help``."""
+        raise HelpShown
 
     def error(self, message: str) -> NoReturn:
         hint = "; a value that begins with - is given as --flag=VALUE" if "expected one argument" in message else ""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import unison
 from unison.cli.findings import Finding
 from unison.observability.environment import available_cores, cpu_flags, cpu_model, library_version
 
@@ -40,15 +41,12 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_libraries() -> Iterator[Finding]:
-    found = {name: library_version(name) for name in ("unison", *ESSENTIAL)}
+    found = {"unison": unison.__version__, **{name: library_version(name) for name in ESSENTIAL}}
     there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    if there:
-        yield Finding("ok", "libraries", there)
+    yield Finding("ok", "libraries", there)
     for name in ESSENTIAL:
         if found[name] is None:
             yield Finding("fail", name, "is not installed", f"pip install {name}")
-    if found["unison"] is None:
-        yield Finding("warn", "unison", "runs from its source folder", "pip install . makes the command permanent")
     for name, use in OPTIONAL.items():
         version = library_version(name)
         if version:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import unison
+from unison.cli.arguments import HelpShown
 from unison.cli.env import prepare_environment
 from unison.config.names import did_you_mean
 from unison.core.errors import ConfigError, UnisonError
@@ -51,10 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback = "--traceback" in arguments
     arguments = [word for word in arguments if word != "--traceback"]
     prepare_environment()
+    _tolerate_narrow_encodings()
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
         return code
+    except HelpShown:
+        return EXIT_OK
     except UnisonError as error:
         if traceback:
             raise
@@ -82,7 +88,7 @@ def _dispatch(arguments: list[str]) -> int:
         return EXIT_OK if arguments else EXIT_USER_ERROR
     name, *rest = arguments
     if name == "--version":
-        print(f"unison {_version()}")
+        print(f"unison {unison.__version__}")
         return EXIT_OK
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
@@ -92,10 +98,11 @@ def _dispatch(arguments: list[str]) -> int:
     return run(rest)
 
 
-def _version() -> str:
-    import unison
-
-    return unison.__version__
+def _tolerate_narrow_encodings() -> None:
+    """A letter that the terminal has not is shown as an escape; it must not stop a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def run(arguments: Sequence[str]) -> int:
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Files, configuration flags with their values, and whether it is a dry run.
 
-    Files stand anywhere: a word is a file where it does not begin with ``--`` and no flag before it
-    still waits for its value. ``--model`` becomes ``--model.path``.
+    Files stand anywhere: a word is a file where it does not begin with a dash and no flag before
+    it still waits for its value. ``--model`` becomes ``--model.path``.
     """
     files: list[str] = []
     flags: list[str] = []
@@ -71,7 +71,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], boo
             flag, equals, text = word.partition("=")
             flags.append(f"{'--model.path' if flag == MODEL_ALIAS else flag}{equals}{text}")
             waiting = not equals
-        elif waiting:
+        elif waiting or word.startswith("-"):
             flags.append(word)
             waiting = False
         else:

@@ -44,15 +44,13 @@ def default_text(field: Field) -> str:
 
 
 def render_help(width: int = 100) -> str:
-    """All keys for a terminal, section by section."""
+    """All keys for a terminal, section by section: key, type, default and description."""
     lines: list[str] = []
     for section in sections():
         lines += ["", f"[{section}]"]
         for field in (field for field in fields().values() if field.section == section):
-            default = "required" if field.required else f"default {default_text(field)}"
-            text = f"{field.description} ({field.type_text}; {default})"
-            lines.append(f"  --{field.path}")
-            lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines.append(f"  --{field.path}  {field.type_text} ({default_text(field)})")
+            lines += textwrap.wrap(field.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:])
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import unison
+
 LIBRARIES: Final = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec")
 CPU_FLAGS: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "bf16", "i8mm", "sve")
 """Instruction sets that decide which kernels run; the last three are ARM's."""
@@ -33,7 +35,7 @@ def describe_environment(numerics: Mapping[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {"model": cpu_model(), "flags": cpu_flags(), "cores": available_cores()},
-        "libraries": {"unison": library_version("unison"), **{name: library_version(name) for name in LIBRARIES}},
+        "libraries": {"unison": unison.__version__, **{name: library_version(name) for name in LIBRARIES}},
         "threads": torch_threads(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "code": git_state(Path(__file__).parents[2]),

@@ -82,6 +82,7 @@ _ROLLOUT: Final = (
         "0",
         "see the run's messages for what ended them",
     ),
+    _metric("rollout/samples", "samples", "Samples drawn in the step.", "as configured", _NO_ADVICE),
     _metric("rollout/tokens", "tokens", "Tokens sampled in the step.", "steady", _NO_ADVICE),
     _metric(
         "rollout/tokens_per_s",
@@ -165,6 +166,10 @@ _TRAIN: Final = (
     ),
     _metric("train/learning_rate", "-", "Learning rate of the update.", "as scheduled", _NO_ADVICE),
     _metric("train/tokens", "tokens", "Tokens trained on in the step, prompts included.", "steady", _NO_ADVICE),
+    _metric("train/trained_tokens", "tokens", "Tokens with a loss weight: the loss's denominator.", "steady", _NO_ADVICE),
+    _metric("train/forward_seconds", "s", "Time of the forward passes, reference included.", "steady", _NO_ADVICE),
+    _metric("train/backward_seconds", "s", "Time of the backward passes.", "steady", _NO_ADVICE),
+    _metric("train/optimizer_seconds", "s", "Time of clipping, update and cast.", "steady", _NO_ADVICE),
     _metric(
         "train/tokens_per_s",
         "tokens/s",
@@ -252,6 +257,13 @@ _EVAL: Final = (
         "see rollout/truncated_share",
     ),
     _metric("eval/problems", "prompts", "Held-out prompts evaluated.", "200 or more", "raise eval.problems"),
+    _metric(
+        "eval/unscorable",
+        "samples",
+        "Samples of the sampled evaluation that could not be scored; they are left out of the accuracy.",
+        "0",
+        "see the reasons in the messages; mend the reward function",
+    ),
     _metric("eval/seconds", "s", "Time of the evaluation.", "far below the run", "lower eval.problems or eval.samples"),
     _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
 )

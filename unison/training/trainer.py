@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -61,20 +61,26 @@ class Trainer:
         self._dump_dir = dump_dir
         self._optimizer = _adamw(self.masters, config)
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepTotals:
+    def step(
+        self, rows: Sequence[TrainingRow], on_progress: Callable[[int, int], None] | None = None
+    ) -> StepTotals:
         """Forward and backward over all micro-batches, then one update.
 
         Rows are the whole global batch: every token's loss is divided by the batch's own number of
         trained tokens, so the gradient does not depend on how it is cut. Where no token is trained,
-        nothing moves and ``totals.updated`` is False. Raises NonFiniteError before any update.
+        nothing moves and ``totals.updated`` is False. ``on_progress`` hears (micro-batches done, of how
+        many). Raises NonFiniteError before any update.
         """
         totals = StepTotals(learning_rate=self._learning_rate())
         denominator = loss_denominator(rows)
         if denominator == 0:
             return totals
         self.masters.zero_gradients()
-        for micro in self._cut(rows):
+        cut = self._cut(rows)
+        for done, micro in enumerate(cut, start=1):
             self._accumulate(micro, denominator, totals, rows)
+            if on_progress is not None:
+                on_progress(done, len(cut))
         totals.grad_norm = self._checked_norm(rows)
         self._update(totals)
         return totals

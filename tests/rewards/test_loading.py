@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rewards.samples import finished
+from unison.config.schema import RewardConfig
+from unison.core.errors import RewardError
+from unison.core.protocols import Grader
+from unison.rewards.base import load_reward, register_reward
+from unison.rewards.exact import exact_answer
+
+USER_MODULE = """
+def length(text, label, *, scale=1.0):
+    return scale * len(text)
+
+def batch(samples, bonus=0.0):
+    return [float(sample.text == sample.metadata["label"]) + bonus for sample in samples]
+
+def anything(text, label, **options):
+    return float(len(options))
+
+def needs(text, label, level):
+    return level
+
+def alone(text):
+    return 1.0
+
+async def later(text, label):
+    return 1.0
+
+class Judge:
+    def __init__(self, weight=2.0):
+        self.weight = weight
+
+    def __call__(self, text, label):
+        return self.weight
+
+judge = Judge()
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = "rewards_of_a_user"
+    (tmp_path / f"{name}.py").write_text(USER_MODULE)
+    (tmp_path / "breaks_at_import.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield name
+    for module in (name, "breaks_at_import"):
+        sys.modules.pop(module, None)
+
+
+def test_the_default_reward_compares_the_first_line() -> None:
+    grader = load_reward(RewardConfig())
+    assert isinstance(grader, Grader)
+    assert list(grader([finished("12\n7+9=16", label="12"), finished("13", label="12")])) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "expected"),
+    [
+        ("12", "12", 1.0),
+        (" 12 \n7+9=16\n", "12", 1.0),
+        ("12\r\nmore", "12", 1.0),
+        ("12", 12, 1.0),
+        ("012", "12", 0.0),
+        ("12.", "12", 0.0),
+        ("\n12", "12", 0.0),
+        ("", "12", 0.0),
+        ("Paris", " Paris\n", 1.0),
+    ],
+)
+def test_exact_answer(text: str, label: object, expected: float) -> None:
+    assert exact_answer(text, label) == expected
+
+
+def test_exact_answer_needs_a_label() -> None:
+    with pytest.raises(ValueError, match="label"):
+        exact_answer("12", None)
+
+
+def test_functions_of_the_users_own_get_their_options(user_module: str) -> None:
+    samples = [finished("abc", label="abc"), finished("ab", label="abc")]
+    scaled = load_reward(RewardConfig(function=f"{user_module}:length", options={"scale": 0.5}))
+    assert list(scaled(samples)) == [1.5, 1.0]
+    batch = load_reward(RewardConfig(function=f"{user_module}:batch", options={"bonus": 1}))
+    assert list(batch(samples)) == [2.0, 1.0]
+    free = load_reward(RewardConfig(function=f"{user_module}:anything", options={"a": 1, "b": 2}))
+    assert list(free(samples)) == [2.0, 2.0]
+    assert list(load_reward(RewardConfig(function=f"{user_module}:judge"))(samples)) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "told"),
+    [
+        ("length", {"scal": 2}, "no option 'scal'; did you mean scale"),
+        ("length", {"text": "a"}, "no option 'text'"),
+        ("batch", {"label": "a"}, "no option 'label'.*it takes bonus"),
+        ("needs", {}, "level"),
+        ("alone", {}, r"signature \(text\)"),
+        ("later", {}, "async"),
+        ("Judge", {}, "is a class"),
+        ("NUMBER", {}, "is a int"),
+        ("lenght", {}, "did you mean length"),
+    ],
+)
+def test_a_function_that_cannot_be_called_as_configured_is_refused(
+    user_module: str, function: str, options: dict[str, int | float | str | bool], told: str
+) -> None:
+    with pytest.raises(RewardError, match=told):
+        load_reward(RewardConfig(function=f"{user_module}:{function}", options=options))
+
+
+def test_an_import_that_fails_names_module_and_cause(user_module: str) -> None:
+    with pytest.raises(RewardError, match="importing breaks_at_import failed: RuntimeError: no licence"):
+        load_reward(RewardConfig(function="breaks_at_import:f"))
+    with pytest.raises(RewardError, match="importing absent_module failed: ModuleNotFoundError"):
+        load_reward(RewardConfig(function="absent_module:f"))
+
+
+@pytest.mark.parametrize("function", ["exact_anser", "mymodule.function", ":f", "m:"])
+def test_an_unknown_name_is_refused(function: str) -> None:
+    with pytest.raises(RewardError, match="unknown|module:object"):
+        load_reward(RewardConfig(function=function))
+
+
+def test_an_unknown_name_brings_the_nearest_to_mind() -> None:
+    with pytest.raises(RewardError, match="did you mean exact_answer"):
+        load_reward(RewardConfig(function="exact_anser"))
+
+
+def test_a_registered_reward_is_found_by_name() -> None:
+    @register_reward("always-half-for-this-test")
+    def half(text: str, label: object) -> float:
+        return 0.5
+
+    grader = load_reward(RewardConfig(function="always-half-for-this-test"))
+    assert list(grader([finished("a")])) == [0.5]

@@ -1,0 +1,170 @@
+"""Builds the parts of a training run from its configuration, cheapest checks first."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unison.algorithms.advantages import AdvantageEstimator, get_advantage
+from unison.config.schema import RolloutConfig, TrainConfig
+from unison.core.errors import ConfigError, ModelError
+from unison.core.protocols import Grader
+from unison.core.sampling import SamplingParams
+from unison.core.seeds import derive_seed
+from unison.data.cursor import PromptCursor
+from unison.data.prompts import EncodedPrompt, EncodedPrompts, encode_all
+from unison.data.source import load_source
+from unison.engine.client import InProcessClient
+from unison.engine.end_tokens import end_token_ids
+from unison.engine.engine import Engine
+from unison.models.loading import load_model, read_config
+from unison.models.numerics import NumericsChoice, choose_numerics
+from unison.models.registry import read_spec
+from unison.models.sources import resolve_model
+from unison.models.spec import DecoderSpec
+from unison.rewards.base import load_reward
+from unison.rollout.collect import PromptTask
+from unison.text.tokenizer import Tokenizer
+from unison.training.arithmetic import check_arithmetic
+from unison.training.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a run is made of, apart from its folder and its loggers."""
+
+    config: TrainConfig
+    model_folder: Path
+    numerics: NumericsChoice
+    tokenizer: Tokenizer
+    engine: Engine
+    client: InProcessClient
+    trainer: Trainer
+    prompts: EncodedPrompts
+    cursor: PromptCursor
+    eval_tasks: list[PromptTask]
+    reward: Grader
+    estimator: AdvantageEstimator
+    sampling: SamplingParams
+    num_bad_rows: int
+    notes: list[str]
+    """Automatic choices and what was skipped, for people."""
+
+    def draw(self) -> list[PromptTask]:
+        """The next prompts of the run, each keyed by row and epoch: a prompt drawn again gets new noise."""
+        return [prompt_task(p) for p in self.prompts.draw(self.cursor, self.config.rollout.prompts_per_step)]
+
+    @property
+    def num_skipped(self) -> int:
+        return self.num_bad_rows + len(self.prompts.skipped)
+
+
+def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
+    """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work."""
+    check_arithmetic(config)
+    estimator = get_advantage(config.algorithm.name)
+    reward = load_reward(config.reward)
+    set_threads(config.run.threads)
+    folder = resolve_model(config.model.path)
+    spec = read_spec(read_config(folder))
+    tokenizer = _tokenizer(folder)
+    notes: list[str] = []
+    source = load_source(config.data, "train", config.run.seed)
+    prompts = encode_all(source, tokenizer, config.data)
+    eval_tasks = _eval_tasks(config, tokenizer, spec, notes)
+    bad_rows = list(getattr(source, "skipped", ()))
+    notes += [f"skipped: {line}" for line in bad_rows]
+    choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
+    notes += choice.notes
+    engine = _engine(config, folder, choice, tokenizer)
+    return Parts(
+        config=config,
+        model_folder=folder,
+        numerics=choice,
+        tokenizer=tokenizer,
+        engine=engine,
+        client=InProcessClient(engine),
+        trainer=_trainer(config, folder, choice, dump_dir),
+        prompts=prompts,
+        cursor=PromptCursor(source, derive_seed(config.run.seed, "order"), config.data.shuffle),
+        eval_tasks=eval_tasks,
+        reward=reward,
+        estimator=estimator,
+        sampling=training_sampling(config.rollout),
+        num_bad_rows=len(bad_rows),
+        notes=notes,
+    )
+
+
+def set_threads(count: int) -> None:
+    """Threads of torch: as given, or one per core."""
+    torch.set_num_threads(count or os.cpu_count() or 1)
+
+
+def training_sampling(rollout: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        n=rollout.samples_per_prompt,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        logprobs="scaled",
+    )
+
+
+def prompt_task(prompt: EncodedPrompt) -> PromptTask:
+    row = prompt.row
+    return PromptTask(f"{row.row_id}@{prompt.epoch}", tuple(prompt.token_ids), row.sample_metadata())
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} has no tokenizer.json; training needs the model's tokenizer beside its weights")
+    return Tokenizer.from_folder(folder)
+
+
+def _eval_tasks(config: TrainConfig, tokenizer: Tokenizer, spec: DecoderSpec, notes: list[str]) -> list[PromptTask]:
+    if config.eval.problems == 0:
+        return []
+    source = load_source(config.data, "eval", config.run.seed)
+    notes += [f"skipped: {line}" for line in getattr(source, "skipped", ())]
+    tasks = [prompt_task(prompt) for prompt in encode_all(source, tokenizer, config.data)]
+    if len(tasks) < config.eval.problems:
+        notes.append(f"eval.problems={config.eval.problems}, but the held-out set has {len(tasks)}; all are used.")
+    tasks = tasks[: config.eval.problems]
+    longest = max(len(task.token_ids) for task in tasks)
+    if longest >= spec.max_positions:
+        raise ConfigError(f"a held-out prompt has {longest} tokens; the model's context is {spec.max_positions}")
+    return tasks
+
+
+def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer) -> Engine:
+    return Engine(
+        load_model(folder, choice.dtype),
+        path=choice.path,
+        config=config.engine,
+        tokenizer=tokenizer,
+        end_ids=end_token_ids(folder, tokenizer.eos_token_id),
+    )
+
+
+def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir: Path) -> Trainer:
+    # The reference is a module of its own: weights swapped in and out would have to be proven equal each time.
+    reference = load_model(folder, choice.dtype) if config.algorithm.kl_coef > 0 else None
+    masters = load_model(folder, torch.float32)
+    model = load_model(folder, choice.dtype) if choice.dtype != torch.float32 else masters
+    return Trainer(
+        model,
+        {name: parameter.data for name, parameter in masters.named_parameters()},
+        path=choice.path,
+        config=config.trainer,
+        algorithm=config.algorithm,
+        reference=reference,
+        dump_dir=dump_dir,
+    )
+

@@ -16,7 +16,7 @@ from torch import Tensor
 from unison.assembly import Parts, build_parts
 from unison.config.dump import dump_toml
 from unison.config.schema import TrainConfig
-from unison.core.errors import NumericsError
+from unison.core.errors import NumericsError, UnisonError
 from unison.core.records import Sample
 from unison.evaluation.evaluate import evaluate
 from unison.models.saving import export_model
@@ -202,10 +202,17 @@ class Run:
             export_model(self.parts.trainer.model, self.parts.model_folder, self.folder.model)
         self.folder.write_summary(self._summary(result, seconds))
         if self.config.log.plot:
-            draw_plot(self.folder.metrics, self.folder.plot, self.config.run.name)
+            self._draw_plot()
         for line in _last_words(self.folder, self.config, result, seconds):
             self._progress.print(line)
         return result
+
+    def _draw_plot(self) -> None:
+        try:
+            draw_plot(self.folder.metrics, self.folder.plot, self.config.run.name)
+        except (UnisonError, OSError) as error:
+            # The run is done and saved: a missing picture must not make it look failed.
+            self._progress.print(f"note: no plot: {error}")
 
     def close(self) -> None:
         self._sinks.close()

@@ -106,4 +106,5 @@ def test_edit_distance_counts_inserted_dropped_changed_and_swapped_letters(
 
 def test_names_one_letter_away_crowd_out_vaguer_ones() -> None:
     assert nearest("tran", ["train", "generate", "trace", "check"]) == ["train"]
+    assert nearest("gen", ["green", "generate", "genesis"]) == ["generate", "genesis"]
     assert nearest("xyzzy", ["train", "generate"]) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,9 +38,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     name = "prompts_of_a_user"
     (tmp_path / f"{name}.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry])
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
     yield name
-    __import__("sys").modules.pop(name, None)
+    sys.modules.pop(name, None)
 
 
 def test_an_unknown_source_is_an_error_that_names_the_nearest() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from unison.data.source import PromptRow, PromptSource, Split, load_source
 Pair = tuple[int, int]
 
 
-def rows(split: Split, seed: int = 0, **options: int | float | str | bool) -> list[PromptRow]:
+def rows(split: Split, seed: int = 0, **options: Any) -> list[PromptRow]:
     source: PromptSource = load_source(DataConfig(source="sums", options=options), split, seed)
     return [source[i] for i in range(len(source))]
 
@@ -64,7 +65,7 @@ def test_all_pairs_of_the_operands_are_used() -> None:
 
 
 def test_sizes_operands_and_shots_are_as_asked() -> None:
-    options = {"min_operand": 5, "max_operand": 12, "train_size": 7, "eval_size": 9, "shots": 3}
+    options: dict[str, Any] = {"min_operand": 5, "max_operand": 12, "train_size": 7, "eval_size": 9, "shots": 3}
     train, held_out = rows("train", **options), rows("eval", **options)
     assert (len(train), len(held_out)) == (7, 9)
     for row in train + held_out:
@@ -101,13 +102,14 @@ def test_solved_lines_differ_between_prompts() -> None:
         ({"max_operand": 10_000}, "pairs, over"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, int | float | str | bool], told: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         rows("train", **options)
 
 
 @pytest.mark.parametrize("name", ["train", "eval", "prompt_key"])
 def test_settings_of_files_are_refused(name: str) -> None:
-    config = DataConfig(source="sums", **{name: "x"})
+    changed: dict[str, Any] = {name: "x"}
+    config = DataConfig(source="sums", **changed)
     with pytest.raises(ConfigError, match=rf"data\.{name}='x' has no effect"):
         load_source(config, "train", seed=0)

@@ -35,6 +35,7 @@ ROWS = (
     "training",
     "checkpoint",
     "evaluation",
+    "assembly",
     "loop",
     "cluster",
     "checks",

@@ -144,7 +144,7 @@ def test_a_step_is_one_line_in_fixed_order() -> None:
     sink.log(2, STEP)
     assert lines == [
         "step  2/20  reward  0.438 ± 0.496  len   5.2  kl 0.0021  ent 1.234  trunc   2%  Δlogp       0"
-        "  roll   312 tok/s  train 12.3k tok/s  eta  6m00s"
+        "  tok/s roll   312 train 12.3k  eta  6m00s"
     ]
 
 

@@ -126,7 +126,7 @@ def test_an_import_that_fails_names_module_and_cause(user_module: str) -> None:
 
 @pytest.mark.parametrize("function", ["exact_anser", "mymodule.function", ":f", "m:"])
 def test_an_unknown_name_is_refused(function: str) -> None:
-    with pytest.raises(RewardError, match="unknown|module:object"):
+    with pytest.raises(RewardError, match=r"unknown|module:object"):
         load_reward(RewardConfig(function=function))
 
 

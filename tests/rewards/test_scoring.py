@@ -57,8 +57,18 @@ def test_no_opinion_leaves_the_others_to_decide() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(True, 1.0), (False, 0.0), (3, 3.0), (-0.25, -0.25), (Fraction(1, 4), 0.25)]
-    + [(np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.bool_(True), 1.0), (np.array(0.5), 0.5), (np.array([2.0]), 2.0)],
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.25, -0.25),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (np.array([2.0]), 2.0),
+    ],
 )
 def test_numbers_of_any_kind_are_scores(value: Any, expected: float) -> None:
     sample = finished("a")
@@ -69,8 +79,11 @@ def test_numbers_of_any_kind_are_scores(value: Any, expected: float) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], (1.0, 2.0), {}, 1j, Decimal("1"), 10**400]
-    + [np.array([1.0, 2.0]), object(), None, KeyError("x"), ValueError("y" * 5000), RecursionError()],
+    [
+        *[math.nan, math.inf, -math.inf, np.float32("nan"), 10**400, 1j, Decimal("1")],
+        *["1.0", [1.0], (1.0, 2.0), {}, np.array([1.0, 2.0]), object(), None],
+        *[KeyError("x"), ValueError("y" * 5000), RecursionError()],
+    ],
 )
 def test_anything_else_makes_the_sample_unscorable(value: Any) -> None:
     bad, good = finished("bad"), finished("good")

@@ -20,6 +20,7 @@ CORPUS = [
 ]
 SPECIAL = ["<|e|>", "<|s|>", "<|s|>x"]
 MARKUP = ["<think>", "</think>", "<tool>", "</tool>"]
+_fast: Any = PreTrainedTokenizerFast
 
 TURNS_TEMPLATE = (
     "{% for m in messages %}{% if m['role']=='tool' %}"
@@ -72,7 +73,7 @@ AGENT_TEMPLATE = """
 """
 
 
-def byte_level(template: str | None = None, extra: list[Any] | None = None) -> PreTrainedTokenizerFast:
+def byte_level(template: str | None = None, extra: list[Any] | None = None) -> Any:
     """A byte-level BPE tokenizer with special tokens and, not special, markup."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,20 +87,22 @@ def byte_level(template: str | None = None, extra: list[Any] | None = None) -> P
     return _wrapped(backend, template)
 
 
-def byte_tokens(tokens: list[bytes], special: list[str] | None = None) -> PreTrainedTokenizerFast:
+def byte_tokens(tokens: list[bytes], special: list[str] | None = None) -> Any:
     """A tokenizer whose token i is exactly ``tokens[i]``."""
     letters = _byte_letters()
     vocab = {"".join(letters[byte] for byte in token): i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special or [])
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    return _fast(tokenizer_object=backend)
 
 
-def sentence_piece(template: str | None = None) -> PreTrainedTokenizerFast:
+def sentence_piece(template: str | None = None) -> Any:
     """In the manner of Llama 2: a space before the first word, unknown characters as byte tokens."""
     words = ["▁", "▁hello", "hello", "▁world", "world", "▁user", "user", "\n", *"abcdefghijklmnopqrstuvwxyz<>|/▁"]
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *words]))}
+    vocab = {
+        token: i for i, token in enumerate(dict.fromkeys([*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *words]))
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Sequence(
@@ -117,8 +120,8 @@ def real_folder() -> Path:
     return folder
 
 
-def _wrapped(backend: tokenizers.Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
-    source = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|e|>", bos_token="<|s|>")
+def _wrapped(backend: tokenizers.Tokenizer, template: str | None) -> Any:
+    source = _fast(tokenizer_object=backend, eos_token="<|e|>", bos_token="<|s|>")
     source.chat_template = template
     return source
 

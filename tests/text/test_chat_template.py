@@ -12,8 +12,8 @@ from unison.text.chat_template import ChatTemplate
 USER = [{"role": "user", "content": "hi"}]
 
 
-def render(source: str, messages: list[dict[str, object]] | None = None, **variables: object) -> str:
-    return ChatTemplate(source).render(messages or USER, **variables)
+def render(source: str, messages: list[dict[str, object]] | None = None) -> str:
+    return ChatTemplate(source).render(messages or USER)
 
 
 def test_two_tool_results_in_a_row_become_one_user_turn() -> None:
@@ -74,11 +74,11 @@ def test_a_template_reaches_nothing_outside(attack: str) -> None:
         "{{ range(10 ** 9) | list }}",
         "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for i in range(90000) %}{{ messages[0].content }}" + "x" * 200 + "{% endfor %}",
         "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
     ],
 )
-def test_an_endless_template_is_stopped(endless: str) -> None:
+def test_an_endless_template_is_stopped(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 20_000)
     with pytest.raises(DataError):
         render(endless)
 
@@ -95,6 +95,7 @@ def test_an_endless_template_is_stopped(endless: str) -> None:
         "{{ 'a' | center(1000000000) }}",
         "{{ messages | tojson(indent=1000000000) }}",
         "{% for i in range(90000) %}{{ messages[0].content * 200 }}{% endfor %}",
+        "{% for i in range(90000) %}" + "x" * 200 + "{% endfor %}",
     ],
 )
 def test_huge_values_are_refused(huge: str) -> None:
@@ -127,7 +128,9 @@ def test_loops_macros_and_concatenation_mean_what_they_say() -> None:
 
 def test_tojson_writes_json_without_html_escapes() -> None:
     value = {"b": "<é> & '\"", "a": [1, 2.5, None, True]}
-    template = ChatTemplate("{{ v | tojson }}|{{ v | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true) }}")
+    template = ChatTemplate(
+        "{{ v | tojson }}|{{ v | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true) }}"
+    )
     assert template.render(USER, v=value) == (
         '{"b": "<é> & \'\\"", "a": [1, 2.5, null, true]}|{"a":[1,2.5,null,true],"b":"<\\u00e9> & \'\\""}'
     )
@@ -153,7 +156,9 @@ def test_blocks_leave_no_blank_lines() -> None:
 
 
 def test_special_tokens_and_variables_are_seen() -> None:
-    template = ChatTemplate("{{ bos_token }}{{ mood }}{{ tools is none }}{{ add_generation_prompt }}", {"bos_token": "<s>"})
+    template = ChatTemplate(
+        "{{ bos_token }}{{ mood }}{{ tools is none }}{{ add_generation_prompt }}", {"bos_token": "<s>"}
+    )
     assert template.render(USER, mood="calm") == "<s>calmTrueTrue"
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from tests.text.samples import MARKUP, SPECIAL, byte_level, byte_tokens, real_folder, sentence_piece
 from unison.core.errors import DataError, ModelError
@@ -45,7 +45,9 @@ def test_special_tokens_are_skipped_in_decoded_text(small: Tokenizer) -> None:
 
 def test_no_begin_or_end_token_is_added() -> None:
     source = sentence_piece()
-    source.add_bos_token = True
+    begin = processors.TemplateProcessing(single="<|s|> $A", special_tokens=[("<|s|>", source.bos_token_id)])
+    source.backend_tokenizer.post_processor = begin
+    assert source.encode("hello")[0] == source.bos_token_id
     tokenizer = Tokenizer(source)
     assert tokenizer.control.ids.isdisjoint(tokenizer.encode("hello", special_tokens="parse"))
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from unison.config.names import did_you_mean
+from unison.config.names import join_or, nearest
 from unison.core.errors import ConfigError
 
 
@@ -45,5 +45,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{self.prog}: unexpected argument {word!r}; see {self.prog} --help"
         flag = word.partition("=")[0]
-        flags = [name for action in self._actions for name in action.option_strings]
-        return f"{self.prog}: unknown flag {flag}{did_you_mean(flag, flags)}; see {self.prog} --help"
+        names = [name.lstrip("-") for action in self._actions for name in action.option_strings if name != "-h"]
+        found = [f"--{name}" for name in nearest(flag.lstrip("-"), names)]
+        hint = f"; did you mean {join_or(found)}?" if found else ""
+        return f"{self.prog}: unknown flag {flag}{hint}; see {self.prog} --help"

@@ -43,7 +43,9 @@ def run(arguments: Sequence[str]) -> int:
 def _exactness(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("unison check exactness", f"Proves that {CHECKS['exactness']}.", EXAMPLES)
     parser.add_argument("--model", required=True, metavar="M", help="model folder, or a short name like smollm2-135m")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="(%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="compute dtype (%(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests in each cell")
     options = parser.parse(arguments)
     from unison.checks.exactness import run_exactness

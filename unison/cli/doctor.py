@@ -84,7 +84,7 @@ def _findings(check: Check) -> Iterator[Finding]:
     """The findings of a check; one that breaks is itself a finding, and the others still run."""
     try:
         yield from check()
-    except Exception as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         name = getattr(check, "__name__", "check").removeprefix("check_")
         yield Finding("fail", name, f"the check itself broke: {type(error).__name__}: {error}", "please report it")
 

@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         _print_json(texts, outputs)
     else:
-        _print_text(texts, outputs, engine if options.logprobs else None)
+        _print_text(texts, outputs, engine, with_tables=options.logprobs is not None)
         num_tokens = sum(len(one.token_ids) for copies in outputs for one in copies)
         print(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.0f} tokens/s)", file=sys.stderr)
     return 0
@@ -131,7 +131,9 @@ def _record(prompt: str, copy: int, one: GenerationOutput) -> dict[str, Any]:
     }
 
 
-def _print_text(texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutput]], table_of: Engine | None) -> None:
+def _print_text(
+    texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutput]], engine: Engine, *, with_tables: bool
+) -> None:
     """The bare answer where there is one, else each under a heading; tables of tokens where asked for."""
     alone = sum(map(len, outputs)) == 1
     for i, (text, copies) in enumerate(zip(texts, outputs, strict=True), 1):
@@ -139,14 +141,15 @@ def _print_text(texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutpu
             if not alone:
                 print(f"--- prompt {i}, answer {copy} of {len(copies)}: {_shortened(text)}")
             print(one.text)
-            if table_of is not None:
-                print(_table(one, table_of))
-            print(_ending(one), file=sys.stderr if alone else sys.stdout)
+            if with_tables:
+                print(_table(one, engine))
+            print(_ending(one, engine), file=sys.stderr if alone else sys.stdout)
 
 
-def _ending(one: GenerationOutput) -> str:
-    why = one.finish_reason if one.matched_stop is None else f"{one.finish_reason} at {one.matched_stop!r}"
-    return f"[{why}, {len(one.token_ids)} tokens after {len(one.prompt_ids)}, seed {one.seed}]"
+def _ending(one: GenerationOutput, engine: Engine) -> str:
+    at = _token_text(engine, one.matched_stop) if isinstance(one.matched_stop, int) else repr(one.matched_stop)
+    why = one.finish_reason if one.matched_stop is None else f"{one.finish_reason} at {at}"
+    return f"[{why}; {len(one.prompt_ids)} tokens in, {len(one.token_ids)} out; seed {one.seed}]"
 
 
 def _table(one: GenerationOutput, engine: Engine) -> str:
@@ -161,7 +164,7 @@ def _table(one: GenerationOutput, engine: Engine) -> str:
 
 
 def _token_text(engine: Engine, token: int) -> str:
-    return "" if engine.tokenizer is None else repr(engine.tokenizer.decode([token], skip_special=False))
+    return f"token {token}" if engine.tokenizer is None else repr(engine.tokenizer.decode([token], skip_special=False))
 
 
 def _shortened(text: str, limit: int = 60) -> str:

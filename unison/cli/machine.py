@@ -26,7 +26,7 @@ WANTED_MEMORY_BYTES: Final = 6 * GIB
 LEAST_MEMORY_BYTES: Final = 1 * GIB
 WANTED_DISK_BYTES: Final = 2 * GIB
 LEAST_DISK_BYTES: Final = GIB // 4
-MIN_COLUMNS: Final = 120
+MIN_COLUMNS: Final = 128
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 

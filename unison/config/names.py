@@ -103,6 +103,7 @@ SYNONYMS: Final[Mapping[str, tuple[str, ...]]] = {
 """What other tools call a key -> our dotted keys. Looked up by last part."""
 
 _MOST_SUGGESTIONS: Final = 3
+_LEAST_PREFIX: Final = 3
 
 
 def edit_distance(left: str, right: str) -> int:
@@ -124,9 +125,10 @@ def one_letter_off(left: str, right: str) -> bool:
 
 
 def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
-    """Up to three candidates like ``word``, best first; those one letter away alone where there are any."""
+    """Up to three candidates like ``word``: those one letter away, else those it begins, else alike ones."""
     pool = list(candidates)
     close = [name for name in pool if one_letter_off(word, name)]
+    close = close or [name for name in pool if len(word) >= _LEAST_PREFIX and name.startswith(word)]
     return close[:_MOST_SUGGESTIONS] or difflib.get_close_matches(word, pool, _MOST_SUGGESTIONS, cutoff)
 
 

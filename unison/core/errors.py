@@ -5,6 +5,12 @@ A user error also derives from the built-in it resembles, so plain ``except Valu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unison.core.records import GenerationOutput
+
 
 class UnisonError(Exception):
     """Root of all errors raised on purpose by Unison."""
@@ -40,6 +46,15 @@ class WeightUpdateError(UnisonError, RuntimeError):
 
 class NonFiniteError(UnisonError, ArithmeticError):
     """A loss or gradient that is not finite; raised before the optimizer moves."""
+
+
+class NonFiniteLogitsError(NonFiniteError):
+    """Logits no token can be drawn from (NaN or infinite). Only the requests they belong to have ended."""
+
+    def __init__(self, message: str, outputs: Sequence[GenerationOutput]) -> None:
+        super().__init__(message)
+        self.outputs = tuple(outputs)
+        """The ended requests with what they had sampled before, as if aborted."""
 
 
 class CapacityError(RequestError):

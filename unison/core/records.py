@@ -70,8 +70,9 @@ class GenerationOutput:
     """What one sample came to; complete at any finish reason, an abort included.
 
     token_ids, logprobs and the runs of weight_versions describe the tokens sampled by *this*
-    request (resumed ``output_ids`` are not repeated). kv_versions covers prompt and output, as far
-    as their keys and values were written.
+    request (resumed ``output_ids`` are not repeated). text is that of the whole answer, resumed
+    part included, without the end token. kv_versions covers prompt and output, as far as their keys
+    and values were written.
     """
 
     request_id: str

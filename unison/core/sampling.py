@@ -60,8 +60,9 @@ class SamplingParams:
         self._check_stops()
 
     def _check_stops(self) -> None:
-        if isinstance(self.stop, str):
-            raise RequestError(f"stop={self.stop!r} must be a tuple of strings, not a string")
+        for name, values in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if not isinstance(values, (tuple, list)):
+                raise RequestError(f"{name}={values!r} must be a tuple, not {type(values).__name__}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"{len(self.stop)} stop strings given; at most {MAX_STOP_STRINGS} are allowed")
         for text in self.stop:
@@ -77,7 +78,8 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Compared, not math.isfinite: that one raises on an integer too large for a float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise RequestError(f"{name}={value!r} must be a finite number")
     if not (low < value if low_open else low <= value) or value > high:
         bracket = "(" if low_open else "["

@@ -83,7 +83,8 @@ def _records(path: Path) -> Iterator[tuple[int, bytes]]:
                 if record.strip():
                     yield number, record
     except OSError as error:
-        raise DataError(f"the data file {path} cannot be read: {error.strerror or error}") from error
+        where = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+        raise DataError(f"the data file {path} cannot be read: {error.strerror or error}{where}") from error
 
 
 def _read_row(record: bytes, row_id: str, prompt_key: str, label_key: str | None) -> PromptRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from unison.core.errors import EngineStateError
+from unison.core.errors import EngineStateError, NonFiniteLogitsError, RequestError
 from unison.core.records import GenerationOutput, GenerationRequest
 from unison.engine.engine import Engine
 
@@ -13,7 +13,8 @@ class InProcessClient:
     """Awaits samples one by one from an engine in this process.
 
     A single task steps the engine in a worker thread while requests are open, so the event loop
-    stays free for graders and tools. Requests, aborts and weight updates are taken between steps.
+    stays free for graders and tools. Requests and aborts are taken between steps. One client per
+    engine: whoever steps an engine takes all its answers.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -24,14 +25,17 @@ class InProcessClient:
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Sample until the request ends. Cancelling the coroutine aborts the request."""
+        """Sample until the request ends. Cancelling the coroutine aborts the request.
+
+        Raises RequestError where the request cannot be served, NonFiniteLogitsError where its logits
+        broke, and whatever the engine failed with.
+        """
         if request.request_id in self._waiting:
-            raise EngineStateError(f"request id {request.request_id!r} is in use; give each request an id of its own")
+            raise RequestError(f"request id {request.request_id!r} is in use; give each request an id of its own")
+        self._start_driver()
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._incoming.append(request)
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
         try:
             return await future
         except asyncio.CancelledError:
@@ -42,21 +46,24 @@ class InProcessClient:
         """End one request, or all, at the next step; each answers with what it has. Unknown ids are ignored."""
         self._aborted += list(self._waiting) if request_id is None else [request_id]
 
+    def _start_driver(self) -> None:
+        driver = self._driver
+        if driver is None or driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        elif driver.get_loop() is not asyncio.get_running_loop():
+            raise EngineStateError("this client has open requests in another event loop; await or cancel them there")
+
     async def _drive(self) -> None:
+        # The request that started this task is queued by the time it runs.
         try:
             while self._waiting:
                 self._take_requests()
-                if self.engine.has_work:
-                    for output in await asyncio.to_thread(self.engine.step):
-                        self._answer(output)
+                if self._waiting:
+                    await self._step()
                 await asyncio.sleep(0)
-        except Exception as error:
-            # Whoever waits must hear of it: a silent driver would leave them waiting for ever.
-            waiting, self._waiting = self._waiting, {}
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(error)
-            if not waiting:
+        except BaseException as error:
+            told = self._fail(error)
+            if not (told and isinstance(error, Exception)):
                 raise
 
     def _take_requests(self) -> None:
@@ -65,15 +72,53 @@ class InProcessClient:
             try:
                 self.engine.add_request(request)
             except Exception as error:  # the request's own error; it must not reach the others
-                future = self._waiting.pop(request.request_id)
-                if not future.done():
-                    future.set_exception(error)
+                self._settle(request.request_id, error)
         aborted, self._aborted = self._aborted, []
         for request_id in aborted:
             if request_id in self._waiting:
                 self.engine.abort(request_id)
 
-    def _answer(self, output: GenerationOutput) -> None:
-        future = self._waiting.pop(output.request_id, None)
-        if future is not None and not future.done():
-            future.set_result(output)
+    async def _step(self) -> None:
+        if not self.engine.has_work:
+            raise EngineStateError(
+                f"the engine no longer knows {len(self._waiting)} requests of this client: another caller stepped it "
+                "and took their answers; share an engine through one client"
+            )
+        try:
+            outputs = await asyncio.to_thread(self.engine.step)
+        except NonFiniteLogitsError as error:
+            for output in error.outputs:
+                self._settle(output.request_id, error)
+            return
+        for output in outputs:
+            self._settle(output.request_id, output)
+
+    def _settle(self, request_id: str, result: GenerationOutput | Exception) -> None:
+        future = self._waiting.pop(request_id, None)
+        if future is None:
+            raise EngineStateError(
+                f"the engine answered request {request_id!r}, which is not this client's; "
+                "share an engine through one client"
+            )
+        if future.done():  # its coroutine was cancelled
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _fail(self, error: BaseException) -> bool:
+        """Tell everybody who waits, for a silent driver would leave them waiting for ever; whether anybody did.
+
+        Their requests leave the engine too: nobody would take the answers.
+        """
+        waiting, self._waiting = self._waiting, {}
+        self._incoming, self._aborted = [], []
+        self.engine.discard(list(waiting))
+        told = (
+            error if isinstance(error, Exception) else EngineStateError("the task that steps the engine was cancelled")
+        )
+        open_futures = [future for future in waiting.values() if not future.done()]
+        for future in open_futures:
+            future.set_exception(told)
+        return bool(open_futures)

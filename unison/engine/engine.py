@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,15 @@ import msgspec
 from torch import Tensor
 
 from unison.config.schema import EngineConfig
-from unison.core.errors import CapacityError, ConfigError, EngineStateError, RequestError
+from unison.core.errors import CapacityError, ConfigError, EngineStateError, NonFiniteLogitsError, RequestError
 from unison.core.records import GenerationOutput, GenerationRequest
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed
+from unison.engine.admission import check_request, token_ids
 from unison.engine.kv_pool import KvPool
 from unison.engine.memory import automatic_kv_tokens
 from unison.engine.runner import Runner
-from unison.engine.sampler import SamplerRow, sample
+from unison.engine.sampler import NO_TOKEN, SamplerRow, sample
 from unison.engine.scheduler import Chunk, Scheduler
 from unison.engine.sequence import Sequence
 from unison.engine.stats import EngineStats
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 class Engine:
     """Samples from one model. ``step`` does one unit of work; ``generate`` runs requests to their end.
 
-    Not thread-safe: one thread at a time calls it (the async client sees to that).
+    A lock lets one call in at a time, so another thread waits for the running step. Coroutines share an
+    engine through one InProcessClient.
     """
 
     def __init__(
@@ -63,7 +66,10 @@ class Engine:
         self.stats = EngineStats()
         self._runner = Runner(model, self.pool, path)
         self._sequences: dict[str, Sequence] = {}
+        self._ended: list[GenerationOutput] = []
+        """Answers that no step has handed out yet."""
         self._num_named = 0
+        self._lock = threading.RLock()
 
     @classmethod
     def from_pretrained(
@@ -85,49 +91,70 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._ended) or self.scheduler.has_work
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue one sample (n = 1). Raises RequestError or CapacityError before any work starts."""
-        if request.sampling.n != 1:
-            raise RequestError(f"request {request.request_id}: n={request.sampling.n}; queue one request per copy")
-        if request.request_id in self._sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use; give each request an id of its own")
-        sequence = self._sequence(request)
-        try:
-            self.scheduler.add(sequence)
-        except CapacityError as error:
-            raise CapacityError(f"request {request.request_id}: {error}") from error
-        self._sequences[request.request_id] = sequence
+        with self._lock:
+            check_request(
+                request,
+                vocab_size=self.model.spec.vocab_size,
+                context_tokens=self.context_length,
+                has_tokenizer=self.tokenizer is not None,
+                in_use=request.request_id in self._sequences,
+            )
+            sequence = self._sequence(request)
+            try:
+                self.scheduler.add(sequence)
+            except CapacityError as error:
+                raise CapacityError(f"request {request.request_id}: {error}") from error
+            self._sequences[request.request_id] = sequence
 
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all; the next step answers each with what it has. Unknown ids are an error."""
-        if request_id is not None and request_id not in self._sequences:
-            raise RequestError(f"request id {request_id!r} is not running")
-        targets = self._sequences.values() if request_id is None else [self._sequences[request_id]]
-        for sequence in targets:
-            if sequence.finish_reason is None:
-                sequence.finish("abort")
+        with self._lock:
+            if request_id is not None and request_id not in self._sequences:
+                raise RequestError(f"request id {request_id!r} is not running")
+            targets = self._sequences.values() if request_id is None else [self._sequences[request_id]]
+            for sequence in targets:
+                if sequence.finish_reason is None:
+                    sequence.finish("abort")
+
+    def discard(self, request_ids: Items[str]) -> list[GenerationOutput]:
+        """End requests without a further step: what they came to so far. Ids that are not running are passed over."""
+        with self._lock:
+            for request_id in request_ids:
+                if request_id in self._sequences:
+                    self.abort(request_id)
+            self._collect()
+            gone = set(request_ids)
+            outputs = [output for output in self._ended if output.request_id in gone]
+            self._ended = [output for output in self._ended if output.request_id not in gone]
+            return outputs
 
     def step(self) -> list[GenerationOutput]:
-        """Compute one batch and return the requests that ended with it."""
-        finished = self._collect()
-        if not self.weights.complete:
-            raise EngineStateError(
-                "the weights are incomplete: an in_place update began and was not committed; commit a complete update"
-            )
-        chunks = self.scheduler.schedule()
-        if chunks:
-            logits = self._runner.run(chunks)
-            self._process(chunks, logits)
-            finished += self._collect()
-        return finished
+        """Compute one batch and return the requests that ended.
+
+        An error loses nothing: what has ended is returned by the next step, what runs goes on. Raises
+        EngineStateError while the weights are incomplete, NonFiniteLogitsError where requests had to end.
+        """
+        with self._lock:
+            self._collect()
+            # What has ended needs no weights, so it is handed out even where nothing can be computed.
+            if self.scheduler.has_work and (self.weights.complete or not self._ended):
+                self._compute()
+            ended, self._ended = self._ended, []
+            return ended
 
     def run(self) -> list[GenerationOutput]:
         """Step until nothing is left; outputs in the order in which they ended."""
         outputs: list[GenerationOutput] = []
-        while self.has_work:
-            outputs += self.step()
+        try:
+            while self.has_work:
+                outputs += self.step()
+        except BaseException:
+            self._ended = outputs + self._ended
+            raise
         return outputs
 
     def generate(
@@ -137,26 +164,27 @@ class Engine:
 
         Without a seed, every prompt gets a fresh one; with one, prompts share it.
         """
-        if self.has_work:
-            raise EngineStateError("generate was called while other requests run; use the async client to share")
-        requests = self.requests(prompts, sampling or SamplingParams())
-        try:
-            for copies in requests:
-                for request in copies:
-                    self.add_request(request)
-        except RequestError:
-            self.abort()
-            self.step()
-            raise
-        outputs = {output.request_id: output for output in self.run()}
+        with self._lock:
+            if self.has_work:
+                raise EngineStateError("generate was called while other requests run; use the async client to share")
+            requests = self.requests(prompts, sampling or SamplingParams())
+            try:
+                for copies in requests:
+                    for request in copies:
+                        self.add_request(request)
+                outputs = {output.request_id: output for output in self.run()}
+            except BaseException:
+                # Nothing of a call that failed or was interrupted stays behind.
+                self.discard([request.request_id for copies in requests for request in copies])
+                raise
         return [[outputs[request.request_id] for request in copies] for copies in requests]
 
     def requests(
         self, prompts: Items[str] | Items[Items[int]], sampling: SamplingParams
     ) -> list[list[GenerationRequest]]:
         """One request per prompt and copy, with ids and seeds filled in."""
-        if isinstance(prompts, str):
-            raise RequestError("prompts must be a list of texts or of token-id lists, not one text")
+        if not isinstance(prompts, Items) or isinstance(prompts, (str, bytes, bytearray)):
+            raise RequestError(f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}")
         return [self._copies(prompt, sampling) for prompt in prompts]
 
     def encode(self, text: str) -> list[int]:
@@ -167,69 +195,77 @@ class Engine:
 
     def begin_update(self, version: int) -> WeightTransaction:
         """Open a weight update; requests go on under the old version until it is committed."""
-        return self.weights.begin(version)
+        with self._lock:
+            return self.weights.begin(version)
 
     def commit_update(self, transaction: WeightTransaction, expected_checksum: str | None = None) -> Commit:
         """Commit between two steps: no forward pass ever sees two versions."""
-        return transaction.commit(expected_checksum)
+        with self._lock:
+            return transaction.commit(expected_checksum)
 
     def _copies(self, prompt: str | Items[int], sampling: SamplingParams) -> list[GenerationRequest]:
-        prompt_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        prompt_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else token_ids(prompt)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         copies = []
         for k in range(sampling.n):
             self._num_named += 1
             one = replace(sampling, n=1, seed=copy_seed(seed, k))
-            copies.append(GenerationRequest(request_id=f"generate-{self._num_named}", prompt_ids=prompt_ids, sampling=one))
+            copies.append(
+                GenerationRequest(request_id=f"generate-{self._num_named}", prompt_ids=prompt_ids, sampling=one)
+            )
         return copies
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
         sampling = request.sampling
-        num_prompt, num_prior = len(request.prompt_ids), len(request.output_ids)
-        self._check_ids(request)
-        room = self.context_length - num_prompt
-        if room < 1 and sampling.max_new_tokens > 0:
-            raise RequestError(
-                f"request {request.request_id}: a prompt of {num_prompt} tokens leaves no room in the context "
-                f"of {self.context_length}; shorten it to at most {self.context_length - 1}"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError(f"request {request.request_id}: stop strings need a tokenizer; use stop_token_ids")
-        sequence = Sequence(
+        return Sequence(
             request,
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            max_new_tokens=min(sampling.max_new_tokens, max(room, 0)),
+            max_new_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt_ids)),
             end_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.end_ids),
             detokenizer=IncrementalDetokenizer(self.tokenizer) if self.tokenizer is not None else None,
         )
-        if num_prior >= sequence.max_new_tokens:
-            sequence.finish("length")
-        return sequence
 
-    def _check_ids(self, request: GenerationRequest) -> None:
-        if not request.prompt_ids:
-            raise RequestError(f"request {request.request_id}: the prompt is empty; give at least one token")
-        vocab = self.model.spec.vocab_size
-        for token in (*request.prompt_ids, *request.output_ids, *request.sampling.stop_token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"request {request.request_id}: token id {token!r} is outside [0, {vocab - 1}]")
+    def _compute(self) -> None:
+        if not self.weights.complete:
+            raise EngineStateError(
+                "the weights are incomplete: an in_place update began and was not committed; commit a complete update"
+            )
+        chunks = self.scheduler.schedule()
+        if chunks:
+            broken = self._process(chunks, self._runner.run(chunks))
+            self._collect()
+            if broken:
+                raise self._non_finite(broken)
 
-    def _process(self, chunks: Items[Chunk], logits: Tensor) -> None:
+    def _process(self, chunks: Items[Chunk], logits: Tensor) -> list[str]:
+        """Take a batch's results into its sequences; the ids of those no token could be drawn for."""
+        version = self.weights.version
         sampling_chunks = [chunk for chunk in chunks if chunk.samples]
         for chunk in chunks:
-            chunk.sequence.record_cached(chunk.count, self.weights.version)
-        rows = [
-            SamplerRow(c.sequence.request.sampling, c.sequence.seed, len(c.sequence.token_ids)) for c in sampling_chunks
-        ]
-        if rows:
-            ids, logprobs = sample(logits, rows)
-            for chunk, token, logprob in zip(sampling_chunks, ids, logprobs, strict=True):
-                chunk.sequence.append(token, logprob, self.weights.version)
-        self.stats.record(chunks, num_sampled=len(rows))
+            chunk.sequence.record_cached(chunk.count, version)
+        broken: list[str] = []
+        if sampling_chunks:
+            sequences = [chunk.sequence for chunk in sampling_chunks]
+            rows = [SamplerRow(s.request.sampling, s.seed, len(s.token_ids)) for s in sequences]
+            for sequence, token, logprob in zip(sequences, *sample(logits, rows), strict=True):
+                if token == NO_TOKEN:
+                    sequence.finish("abort")
+                    broken.append(sequence.request_id)
+                else:
+                    sequence.append(token, logprob, version)
+        num_drawn = len(sampling_chunks) - len(broken)
+        self.stats.record(chunks, num_sampled=num_drawn, num_partial=len(chunks) - len(sampling_chunks))
+        return broken
 
-    def _collect(self) -> list[GenerationOutput]:
-        outputs = []
+    def _non_finite(self, broken: list[str]) -> NonFiniteLogitsError:
+        names = ", ".join(broken[:8]) + (", ..." if len(broken) > 8 else "")
+        return NonFiniteLogitsError(
+            f"the logits of {len(broken)} requests ({names}) hold NaN or infinity under weight version "
+            f"{self.weights.version}, so no token was drawn; look for NaN in the weights",
+            self.discard(broken),
+        )
+
+    def _collect(self) -> None:
         for sequence in self.scheduler.remove_finished():
             del self._sequences[sequence.request_id]
-            outputs.append(sequence.output())
-        return outputs
+            self._ended.append(sequence.output())

@@ -83,6 +83,8 @@ class KvPool:
 
     def allocate(self, num_tokens: int) -> Extent | None:
         """A zeroed extent of at least num_tokens, or None where no run of free pages is long enough."""
+        if num_tokens < 1:
+            raise ValueError(f"{num_tokens} tokens cannot be allocated; at least one is needed")
         needed = self.check_fits(num_tokens)
         for i, count in enumerate(self._free_count):
             if count >= needed:

@@ -31,7 +31,9 @@ class Runner:
         tokens, positions = _rows(chunks, plan.num_rows)
         hidden = self.model(tokens, positions, plan, self._pool.layers)
         last_rows = [end - 1 for chunk, (_, end) in zip(chunks, plan.segments, strict=True) if chunk.samples]
-        return vocabulary_logits(hidden[torch.tensor(last_rows, dtype=torch.int64)], self.model.head_weight(), self._path)
+        return vocabulary_logits(
+            hidden[torch.tensor(last_rows, dtype=torch.int64)], self.model.head_weight(), self._path
+        )
 
     def _plan(self, chunks: Items[Chunk]) -> AttentionPlan:
         segments: list[tuple[int, int]] = []

@@ -18,7 +18,8 @@ from unison.ops.philox import uniforms
 from unison.ops.vocab import BLOCK, RowStats, block_sums, gather_logprobs, row_stats, scaled_logits
 
 SAMPLER_NAME = "inverse-cdf/philox4x32-10/block512"
-_TINY = 2.0**-60
+NO_TOKEN = -1
+"""Stands for the id of a row no token can be drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,19 @@ class SamplerRow:
 
 
 def sample(logits_NV: Tensor, rows: Items[SamplerRow]) -> tuple[list[int], list[float]]:
-    """(token id, log-prob of the kind the row asks for) of each row."""
+    """(token id, log-prob of the kind the row asks for) of each row.
+
+    A row that holds NaN or +inf, or nothing above -inf, has no distribution: NO_TOKEN and NaN.
+    """
     temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
     scaled = scaled_logits(logits_NV, temperature)
     stats = row_stats(scaled)
     weights, sums = _allowed_weights(scaled, stats, rows)
     noise = torch.from_numpy(uniforms([row.seed for row in rows], [row.position for row in rows]))
-    noise = torch.where(temperature > 0, noise, _TINY)
     ids = inverse_cdf(weights, sums, noise)
-    return ids.tolist(), _logprobs(logits_NV, scaled, stats, weights, sums, ids, rows).tolist()
+    logprobs = _logprobs(logits_NV, scaled, stats, weights, sums, ids, rows)
+    broken = ~stats.total.isfinite()
+    return ids.masked_fill(broken, NO_TOKEN).tolist(), logprobs.masked_fill(broken, torch.nan).tolist()
 
 
 def inverse_cdf(weights_NV: Tensor, sums_NC: Tensor, noise_N: Tensor) -> Tensor:
@@ -74,7 +79,9 @@ def _allowed_weights(scaled: Tensor, stats: RowStats, rows: Items[SamplerRow]) -
     for i in changed:
         settings = rows[i].sampling
         if settings.temperature == 0:
-            weights[i] = (scaled[i] == stats.maximum[i]).float()
+            # argmax: the lowest of equal ids. With all the weight on it, any noise draws it.
+            weights[i] = 0.0
+            weights[i, scaled[i].argmax()] = 1.0
         else:
             weights[i] = filter_weights(stats.weights[i], settings.top_k, settings.top_p)
     index = torch.tensor(changed)

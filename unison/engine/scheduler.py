@@ -46,7 +46,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError when the queue is full, CapacityError when it can never fit."""
         if len(self.waiting) >= self._config.max_waiting:
-            raise RequestError(f"{len(self.waiting)} requests are waiting already (engine.max_waiting); try again later")
+            raise RequestError(
+                f"{len(self.waiting)} requests are waiting already (engine.max_waiting); try again later"
+            )
         self._pool.check_fits(self.extent_tokens(sequence))
         self.waiting.append(sequence)
 

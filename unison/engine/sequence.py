@@ -34,8 +34,9 @@ class Sequence:
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.end_ids = end_ids
-        self.token_ids: list[int] = [*request.prompt_ids, *request.output_ids]
-        self.num_prior = len(self.token_ids)
+        self.token_ids: list[int] = list(request.prompt_ids)
+        self.num_prior = len(request.prompt_ids) + len(request.output_ids)
+        """Tokens that were there when the request came; those after them are sampled here."""
         self.num_cached = 0
         self.extent: Extent | None = None
         self.logprobs: list[float] = []
@@ -46,8 +47,10 @@ class Sequence:
         self._text: list[str] = []
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.sampling.stop)
+        if max_new_tokens == 0:
+            self.finish("length")
         for token in request.output_ids:
-            self._read(token)
+            self._take(token)
 
     @property
     def request_id(self) -> str:
@@ -73,16 +76,9 @@ class Sequence:
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Take one sampled token and decide whether it was the last."""
-        self.token_ids.append(token)
         self.logprobs.append(logprob)
         extend_runs(self.weight_versions, version, 1)
-        matched = self._read(token)
-        if token in self.end_ids:
-            self.finish("stop", token)
-        elif matched is not None:
-            self.finish("stop", matched)
-        elif self.num_output >= self.max_new_tokens:
-            self.finish("length")
+        self._take(token)
 
     def finish(self, reason: FinishReason, matched: int | str | None = None) -> None:
         self.finish_reason = reason
@@ -105,6 +101,20 @@ class Sequence:
             sampling=self.request.sampling,
         )
 
+    def _take(self, token: int) -> None:
+        """Add an output token. Resumed ones pass here too, so an answer that had ended ends again."""
+        self.token_ids.append(token)
+        if self.finish_reason is not None:
+            return
+        if token in self.end_ids:  # its text is no part of the answer
+            self.finish("stop", token)
+            return
+        matched = self._read(token)
+        if matched is not None:
+            self.finish("stop", matched)
+        elif self.num_output >= self.max_new_tokens:
+            self.finish("length")
+
     def _read(self, token: int) -> str | None:
         """Feed one token to the detokenizer; the stop string it completed, if any."""
         if self._detokenizer is None:
@@ -124,5 +134,3 @@ class Sequence:
         text = "".join(self._text)
         self._text = [text]
         return text
-
-

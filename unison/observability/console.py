@@ -30,7 +30,7 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "step/seconds" in metrics:
             self._seconds.append(metrics["step/seconds"])
-        if "rollout/reward_mean" in metrics:
+        if "rollout/reward_mean" in metrics or "rollout/samples" in metrics:
             self._write(self._step_line(step, metrics))
         if "eval/accuracy" in metrics or "eval/accuracy_greedy" in metrics:
             self._write(self._eval_line(step, metrics))
@@ -46,12 +46,11 @@ class ConsoleSink:
             f"{self._label(step)}",
             f"reward {number('rollout/reward_mean'):6.3f} ± {number('rollout/reward_std'):5.3f}",
             f"len {number('rollout/length_mean'):5.1f}",
-            f"kl {number('train/kl'):6.4f}",
+            f"kl {kl(metrics.get('train/kl')):>6}",
             f"ent {number('train/entropy'):5.3f}",
             f"trunc {percent(number('rollout/truncated_share')):>4}",
             f"Δlogp {difference(number('rollout/logp_diff_max')):>7}",
-            f"roll {rate(number('rollout/tokens_per_s')):>5} tok/s",
-            f"train {rate(number('train/tokens_per_s')):>5} tok/s",
+            f"tok/s roll {rate(number('rollout/tokens_per_s')):>5} train {rate(number('train/tokens_per_s')):>5}",
             f"eta {self._eta(step):>6}",
         ]
         counters = [f"{metrics[name]:g} {word}" for name, word in _COUNTERS if metrics.get(name)]
@@ -70,6 +69,8 @@ class ConsoleSink:
             parts.append(f"len {metrics['eval/length_mean']:.1f}")
         if "eval/truncated_share" in metrics:
             parts.append(f"trunc {percent(metrics['eval/truncated_share'])}")
+        if metrics.get("eval/unscorable"):
+            parts.append(f"{metrics['eval/unscorable']:g} unscorable")
         if "eval/seconds" in metrics:
             parts.append(f"in {duration(metrics['eval/seconds'])}")
         return "  ".join(parts)
@@ -95,6 +96,11 @@ def score_with_interval(metrics: Mapping[str, float], name: str) -> str:
 def difference(value: float) -> str:
     """A log-prob difference: exactly 0 is shown as ``0``, so that no rounding can hide a mismatch."""
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def kl(value: float | None) -> str:
+    """A dash where no reference is kept, so that nothing is measured."""
+    return "-" if value is None else f"{value:.4f}"
 
 
 def percent(share: float) -> str:

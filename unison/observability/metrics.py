@@ -166,7 +166,9 @@ _TRAIN: Final = (
     ),
     _metric("train/learning_rate", "-", "Learning rate of the update.", "as scheduled", _NO_ADVICE),
     _metric("train/tokens", "tokens", "Tokens trained on in the step, prompts included.", "steady", _NO_ADVICE),
-    _metric("train/trained_tokens", "tokens", "Tokens with a loss weight: the loss's denominator.", "steady", _NO_ADVICE),
+    _metric(
+        "train/trained_tokens", "tokens", "Tokens with a loss weight: the loss's denominator.", "steady", _NO_ADVICE
+    ),
     _metric("train/forward_seconds", "s", "Time of the forward passes, reference included.", "steady", _NO_ADVICE),
     _metric("train/backward_seconds", "s", "Time of the backward passes.", "steady", _NO_ADVICE),
     _metric("train/optimizer_seconds", "s", "Time of clipping, update and cast.", "steady", _NO_ADVICE),

@@ -6,6 +6,8 @@ model's weights are their cast, by one rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,9 @@ class MasterWeights:
             self.parameters[name] = parameter if self._shared else nn.Parameter(initial[name].float())
             self.parameters[name].grad = torch.zeros_like(self.parameters[name])
             if not self._shared:
-                parameter.register_post_accumulate_grad_hook(self._collector(self.parameters[name]))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._collector(self.parameters[name])
+                )
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -50,8 +54,8 @@ class MasterWeights:
             raise RuntimeError("a master weight has lost its gradient buffer")
         return parameter.grad
 
-    def _collector(self, master: nn.Parameter):  # type: ignore[no-untyped-def]
-        def collect(parameter: nn.Parameter) -> None:
+    def _collector(self, master: nn.Parameter) -> Callable[[Tensor], None]:
+        def collect(parameter: Tensor) -> None:
             self.gradient(master).add_(parameter.grad)  # type: ignore[arg-type]
             parameter.grad = None
 

@@ -1,0 +1,26 @@
+"""Rewards that a random model can earn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unison.core.records import Sample
+
+
+def low_ids(samples: Sequence[Sample]) -> list[float]:
+    """Share of response ids in the lower half of the vocabulary."""
+    return [sum(token < 256 for token in sample.response_ids) / sample.response_length for sample in samples]
+
+
+def raises_on_copy_one(samples: Sequence[Sample]) -> list[float | None]:
+    if any(sample.sample_id.endswith("/1") for sample in samples):
+        raise RuntimeError("no opinion can be formed")
+    return list(low_ids(samples))
+
+
+def always_raises(samples: Sequence[Sample]) -> list[float]:
+    raise RuntimeError("the grader is broken")
+
+
+def answers_zero(samples: Sequence[Sample]) -> list[float]:
+    return [float(sample.response_ids[0] % 2 == 0) for sample in samples]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,13 @@ TinyModelDir = Callable[..., Path]
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side; one thread each keeps them from waiting for one another's cores.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Whatever a test does to torch's threads ends with it: a training run takes one for each core."""
+    yield
     torch.set_num_threads(1)
 
 

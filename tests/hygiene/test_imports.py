@@ -80,7 +80,7 @@ def test_folders_import_only_from_rows_above_their_own() -> None:
             continue
         for line, module in imported_modules(path):
             parts = module.split(".")
-            if parts[0] != "unison" or parts[1] not in ROWS or parts[1] == importer:
+            if parts[0] != "unison" or len(parts) == 1 or parts[1] not in ROWS or parts[1] == importer:
                 continue
             if ROWS.index(parts[1]) > ROWS.index(importer) or (importer, parts[1]) in STRANGERS:
                 wrong.append(f"{name(path)}:{line} imports {module}")

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from tests.models import tiny_package
 from unison.core.errors import ModelError
 from unison.models import gguf_convert, packaged
-from unison.models.packaged import MANIFEST, PackagedModel, cache_dir, ensure
+from unison.models.cache import MANIFEST, cache_dir
+from unison.models.packaged import PackagedModel, ensure
 
 FILES = {
     "chat_template.jinja",

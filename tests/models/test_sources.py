@@ -63,7 +63,7 @@ def test_a_near_name_is_answered_with_the_right_one(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_short_names_and_says_that_no_hub_is_asked() -> None:
-    with pytest.raises(ModelError, match=r"short names: smollm2-135m; .*hub are not fetched") as caught:
+    with pytest.raises(ModelError, match=r"short names: smollm2-135m, tiny-random; .*hub are not fetched") as caught:
         resolve_model("qwen9/Zebra-1000B")
     assert "did you mean" not in str(caught.value)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_alphabet
 from unison.models.packaged import PackagedModel
+from unison.models.tiny_random import CHAT_TEMPLATE, CONTROL_TOKENS, byte_alphabet
 
 LAYERS, HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 4, 2, 16
 MEMBER = "tiny_llama/tiny.gguf"
-TOKENS = [*byte_alphabet(), *SPECIAL_TOKENS, "ab"]
-TOKEN_TYPES = [1] * 256 + [3] * len(SPECIAL_TOKENS) + [1]
+TOKENS = [*byte_alphabet(), *CONTROL_TOKENS, "ab"]
+TOKEN_TYPES = [1] * 256 + [3] * len(CONTROL_TOKENS) + [1]
 
 
 def hugging_face_weights() -> dict[str, np.ndarray]:

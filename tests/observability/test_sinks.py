@@ -166,6 +166,20 @@ def test_counters_show_only_when_something_was_lost() -> None:
     assert lines[0].endswith("3 unscorable  1 skipped")
 
 
+def test_a_step_in_which_nothing_could_be_scored_or_measured_is_still_shown() -> None:
+    sink, lines = console()
+    sink.log(1, {"rollout/samples": 64, "rollout/unscorable": 64})
+    assert len(lines) == 1 and lines[0].endswith("64 unscorable")
+    assert "  kl      -  " in lines[0]
+
+
+def test_an_evaluation_says_what_it_could_not_score() -> None:
+    sink, lines = console()
+    sink.log(0, {"eval/accuracy": 0.5, "eval/unscorable": 3})
+    sink.log(1, {"eval/accuracy": 0.5, "eval/unscorable": 0})
+    assert lines[0].endswith("3 unscorable") and "unscorable" not in lines[1]
+
+
 def test_an_evaluation_has_a_line_of_its_own() -> None:
     sink, lines = console()
     evaluation = {

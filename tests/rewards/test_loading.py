@@ -12,6 +12,7 @@ from unison.core.errors import RewardError
 from unison.core.protocols import Grader
 from unison.rewards.base import load_reward, register_reward
 from unison.rewards.exact import exact_answer
+from unison.rewards.scoring import score
 
 USER_MODULE = """
 def length(text, label, *, scale=1.0):
@@ -41,6 +42,9 @@ class Judge:
 
 judge = Judge()
 NUMBER = 3
+
+from unison.rewards.scoring import combine
+both = combine({"length": (length, 0.5), "anything": (anything, 2.0)})
 """
 
 
@@ -142,3 +146,14 @@ def test_a_registered_reward_is_found_by_name() -> None:
 
     grader = load_reward(RewardConfig(function="always-half-for-this-test"))
     assert list(grader([finished("a")])) == [0.5]
+
+
+def test_a_combination_keeps_its_parts(user_module: str) -> None:
+    (sample,) = samples = [finished("four")]
+    score(samples, load_reward(RewardConfig(function=f"{user_module}:both")))
+    assert (sample.reward, sample.reward_parts) == (2.0, {"length": 4.0, "anything": 0.0})
+
+
+def test_a_combination_takes_no_options(user_module: str) -> None:
+    with pytest.raises(RewardError, match="is a combination, which takes no options"):
+        load_reward(RewardConfig(function=f"{user_module}:both", options={"scale": 2.0}))

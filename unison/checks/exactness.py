@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from unison.checks.pairs import all_pairs
+from unison.checks.witness import Witness
 from unison.checks.workload import make_workload
 from unison.config.schema import EngineConfig
 from unison.core.records import GenerationOutput, GenerationRequest
@@ -105,7 +106,7 @@ class _Check:
         self._model = load_model(folder, dtype)
         self._trainer_model = load_model(folder, dtype)
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-        longest = 140 if quick else 420
+        longest = 400 if quick else 520
         longest = min(longest, self._model.spec.max_positions - 32)
         self._count = 16 if quick else 72
         self._workload = make_workload(self._model.spec.vocab_size, tokenizer, self._count, longest)
@@ -134,7 +135,7 @@ class _Check:
             poison_freed_pages=True,
         )
         with _threads(axes["threads"]):
-            outputs, engine = _generate(self._model, requests, EXACT, config, axes["arrival"])
+            outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"])
             trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
         num_differing, worst, num_tokens = 0, 0.0, 0
         for output, own, (tokens, logprobs) in zip(outputs, trained, reference[:count], strict=True):
@@ -143,18 +144,20 @@ class _Check:
             num_differing += differing
             worst = max(worst, difference)
         name = ", ".join(f"{key} {value}" for key, value in axes.items())
-        return Cell(name, num_tokens, num_differing, worst, _counters(engine), _occurred(engine, axes, count))
+        return Cell(name, num_tokens, num_differing, worst, seen.line(), seen.proves(axes, requests))
 
     def _control(self) -> Cell:
         requests = self._workload.requests(1.0, self._count)
-        outputs, engine = _generate(self._model, requests, FAST, EngineConfig(max_running=8, prefill_chunk=13))
+        outputs, seen = _generate(self._model, requests, FAST, EngineConfig(max_running=8, prefill_chunk=13))
         trained = training_logprobs(self._trainer_model, outputs, 1.0, FAST)
         pairs = [
-            pair for output, own in zip(outputs, trained, strict=True) for pair in zip(output.logprobs, own, strict=True)
+            pair
+            for output, own in zip(outputs, trained, strict=True)
+            for pair in zip(output.logprobs, own, strict=True)
         ]
         differing = [abs(a - b) for a, b in pairs if a != b]
         name = "negative control: stock operators, unpadded (must differ)"
-        return Cell(name, len(pairs), len(differing), max(differing, default=0.0), _counters(engine), True, True)
+        return Cell(name, len(pairs), len(differing), max(differing, default=0.0), seen.line(), True, True)
 
 
 def _compare(
@@ -162,8 +165,10 @@ def _compare(
 ) -> tuple[int, float]:
     if tokens != expected_tokens:
         return len(expected_tokens), float("inf")
-    worst = [max(abs(a - c), abs(b - c)) for a, b, c in zip(rollout, trained, expected, strict=True)]
-    return sum(value != 0 for value in worst), max(worst, default=0.0)
+    triples = list(zip(rollout, trained, expected, strict=True))
+    # Compared before subtracting: a NaN differs from everything, but max() may pass it over.
+    num_differing = sum(not a == b == c for a, b, c in triples)
+    return num_differing, max((max(abs(a - c), abs(b - c)) for a, b, c in triples), default=0.0)
 
 
 def _generate(
@@ -172,20 +177,23 @@ def _generate(
     path: NumericsPath,
     config: EngineConfig,
     arrival: str = "at once",
-) -> tuple[list[GenerationOutput], Engine]:
+) -> tuple[list[GenerationOutput], Witness]:
     engine = Engine(model, path=path, config=config)
-    engine.stats.batch_sizes = set()
+    seen = Witness(engine)
     outputs: dict[str, GenerationOutput] = {}
     pending = list(reversed(requests)) if arrival == "reversed" else list(requests)
+    # Few at a time, but enough for the batch to fill up before the first ones end.
+    at_once = max(3, len(requests) // 8) if arrival == "staggered" else len(requests)
     while pending or engine.has_work:
-        arriving = min(3, len(pending)) if arrival == "staggered" else len(pending)
-        for request in pending[:arriving]:
+        for request in pending[:at_once]:
             engine.add_request(request)
-        del pending[:arriving]
+            seen.arrival()
+        del pending[:at_once]
         for output in engine.step():
             outputs[output.request_id] = output
+        seen.step()
         engine.pool.check()
-    return [outputs[request.request_id] for request in requests], engine
+    return [outputs[request.request_id] for request in requests], seen
 
 
 @torch.no_grad()
@@ -218,7 +226,9 @@ def _packed_logprobs(
     tokens = torch.tensor([token for row in rows for token in row] + padding)
     positions = torch.tensor([[place for row in rows for place in range(len(row))] + padding])
     hidden = model(tokens, positions, plan)
-    predictors = [i for o, (_, end) in zip(outputs, plan.segments, strict=True) for i in range(end - len(o.token_ids), end)]
+    predictors = [
+        i for o, (_, end) in zip(outputs, plan.segments, strict=True) for i in range(end - len(o.token_ids), end)
+    ]
     targets = torch.tensor([token for output in outputs for token in output.token_ids])
     values, _ = token_logprobs(
         hidden[torch.tensor(predictors)],
@@ -228,23 +238,7 @@ def _packed_logprobs(
         path=path,
         with_entropy=False,
     )
-    return [part.tolist() for part in values.split([len(output.token_ids) for output in outputs])]
-
-
-def _counters(engine: Engine) -> str:
-    stats = engine.stats
-    return (
-        f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes or ())} up to {stats.max_batch_sequences}, "
-        f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}"
-    )
-
-
-def _occurred(engine: Engine, axes: dict[str, Any], count: int) -> bool:
-    stats = engine.stats
-    full = stats.max_batch_sequences == min(axes["batch"], count) or axes["arrival"] == "staggered"
-    chunked = stats.num_partial_chunks > 0 or axes["chunk"] == 512
-    changing = axes["batch"] == 1 or len(stats.batch_sizes or ()) > 1
-    return full and chunked and changing
+    return [part.tolist() for part in torch.split(values, [len(output.token_ids) for output in outputs])]
 
 
 @contextmanager

@@ -16,6 +16,8 @@ _TEXTS = (
     "Once upon a time, in a small house by the sea, there lived an old woman who counted the waves.",
     "def add(a, b):\n    return",
 )
+_EDGES = (1, 2, 7, 8, 9, 31, 33, 65, 95, 97, 127, 129, 255, 375, 385, 513)
+"""Prompt lengths on both sides of each padding step, the ones that could go wrong; some answers cross a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,16 @@ class Workload:
 
 
 def make_workload(vocab_size: int, tokenizer: Tokenizer | None, count: int, longest_prompt: int) -> Workload:
-    """``count`` prompts of 1 to ``longest_prompt`` tokens, each answered with 4 to 24 tokens."""
+    """``count`` prompts of at most ``longest_prompt`` tokens, each answered with 4 to 24 tokens.
+
+    A few natural texts, one prompt of each edge length, and random ones; as many as ``count`` admits.
+    """
     noise = random.Random(7)
     texts = [tuple(tokenizer.encode(text)) for text in _TEXTS] if tokenizer is not None else []
-    prompts = [text for text in texts if len(text) <= longest_prompt][:count]
-    while len(prompts) < count:
-        # Lengths on both sides of each padding step are the ones that could go wrong.
-        length = noise.choice((1, 2, 7, 8, 9, 31, 33, 65, 95, 97, 127, 129, noise.randint(3, longest_prompt)))
-        prompts.append(tuple(noise.randrange(vocab_size) for _ in range(min(length, longest_prompt))))
-    return Workload(tuple(prompts), tuple(noise.randint(4, 24) for _ in prompts))
+    lengths = [length for length in _EDGES if length <= longest_prompt]
+    while len(texts) + len(lengths) < count:
+        lengths.append(noise.choice([length for length in lengths if length < 150] or lengths))
+    noise.shuffle(lengths)
+    prompts = [text for text in texts if len(text) <= longest_prompt]
+    prompts += [tuple(noise.randrange(vocab_size) for _ in range(length)) for length in lengths]
+    return Workload(tuple(prompts[:count]), tuple(noise.randint(4, 24) for _ in prompts[:count]))

@@ -104,7 +104,7 @@ def _parse(record: bytes) -> dict[str, Any]:
     try:
         row = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise _BadRow(f"not JSON: {error.msg} at column {error.colno}") from error
+        raise _BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except RecursionError as error:
         raise _BadRow("not usable JSON: nested too deep") from error
     except ValueError as error:
@@ -132,7 +132,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _required(row: dict[str, Any], key: str, what: str) -> Any:
     if key not in row:
-        raise _BadRow(f"no {what}: the key {key!r} is missing{did_you_mean(key, row)}")
+        there = ", ".join(list(row)[:8]) or "no keys"
+        hint = did_you_mean(key, row) or f"; data.{what}_key names it, and the row has {there}"
+        raise _BadRow(f"no {what}: the key {key!r} is missing{hint}")
     if row[key] is None:
         raise _BadRow(f"no {what}: {key!r} is null")
     return row[key]

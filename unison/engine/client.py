@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as Items
 
 from unison.core.errors import EngineStateError, NonFiniteLogitsError, RequestError
 from unison.core.records import GenerationOutput, GenerationRequest
+from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
 
 
@@ -23,6 +25,12 @@ class InProcessClient:
         self._incoming: list[GenerationRequest] = []
         self._aborted: list[str] = []
         self._driver: asyncio.Task[None] | None = None
+
+    async def sample(self, prompt: str | Items[int], sampling: SamplingParams | None = None) -> list[GenerationOutput]:
+        """The ``sampling.n`` answers to one prompt (text or ids), drawn as ``Engine.generate`` draws them."""
+        prompt_ids = self.engine.encode(prompt) if isinstance(prompt, str) else prompt
+        (requests,) = self.engine.requests([prompt_ids], sampling or SamplingParams())
+        return await asyncio.gather(*(self.generate(request) for request in requests))
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Sample until the request ends. Cancelling the coroutine aborts the request.

@@ -26,7 +26,9 @@ def end_token_ids(folder: Path, tokenizer_eos: int | None = None) -> frozenset[i
 def _as_ids(value: object, path: Path) -> list[int]:
     if value is None:
         return []
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values):
-        raise ModelError(f"{path}: eos_token_id={value!r} must be an id or a list of ids")
-    return values
+    ids: list[int] = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
+            raise ModelError(f"{path}: eos_token_id={value!r} must be an id or a list of ids")
+        ids.append(item)
+    return ids

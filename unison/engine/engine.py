@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from torch import Tensor
 
+from unison.config.names import did_you_mean
 from unison.config.schema import EngineConfig
 from unison.core.errors import CapacityError, ConfigError, EngineStateError, NonFiniteLogitsError, RequestError
 from unison.core.records import GenerationOutput, GenerationRequest
@@ -78,6 +79,10 @@ class Engine:
         """An engine over a model folder or short name; ``options`` are fields of EngineConfig."""
         from unison.engine.build import build_engine
 
+        for name in options:
+            if name not in EngineConfig.__struct_fields__:
+                known = did_you_mean(name, EngineConfig.__struct_fields__)
+                raise ConfigError(f"engine option {name!r} is unknown{known}")
         try:
             config = msgspec.convert(options, EngineConfig)
         except msgspec.ValidationError as error:

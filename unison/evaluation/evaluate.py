@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from unison.config.schema import EvalConfig
+from unison.core.errors import DataError
 from unison.core.protocols import EngineClient
 from unison.core.records import Sample
 from unison.core.sampling import SamplingParams
@@ -38,8 +39,10 @@ async def evaluate(
     """Metrics ``eval/...`` and the samples: sampled at config.temperature, and greedily if asked for.
 
     The noise comes from (run seed, "eval", problem), the same at every evaluation, so that two of
-    them differ by the weights alone.
+    them differ by the weights alone. Raises DataError where there is no task.
     """
+    if not tasks:
+        raise DataError("there is no held-out prompt to evaluate; set eval.problems=0 to go without evaluations")
     tasks = [replace(task, key=f"eval/{task.key}") for task in tasks]
     sampled = replace(sampling, temperature=config.temperature, n=config.samples, top_p=1.0, top_k=-1)
     samples = await collect(client, tasks, sampled, run_seed=run_seed, on_sample=on_sample)

@@ -24,8 +24,10 @@ def score_interval(scores: Sequence[float], confidence: float) -> tuple[float, f
 
 
 def wilson_interval(successes: float, trials: int, z: float) -> tuple[float, float]:
+    """Wilson's interval of a share; ``z`` is the normal quantile, 1.96 for 95 percent."""
     share = successes / trials
     centre = share + z * z / (2 * trials)
     width = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    return max(0.0, (centre - width) / scale), min(1.0, (centre + width) / scale)
+    # The share lies in its interval; at 0 and 1 rounding could put it just outside.
+    return max(0.0, min(share, (centre - width) / scale)), min(1.0, max(share, (centre + width) / scale))

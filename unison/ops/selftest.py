@@ -8,7 +8,7 @@ shapes of the model at hand, for kernels choose their path by shape.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,19 +19,28 @@ from torch import Tensor
 from unison.ops import attention as attention_ops
 from unison.ops import basic
 from unison.ops.padding import EXACT, NumericsPath
-from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, packed_plan
+from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, output_index, packed_plan
 from unison.ops.vocab import gather_logprobs, row_stats, scaled_logits, vocabulary_logits
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _ROWS = (8, 16, 40, 72, 264)
+_VOCABULARY_ROWS = (8, 40)
+_NUM_DISTINCT = 24
+"""Rows computed alone; larger batches repeat them."""
 _LENGTHS = (7, 33, 90, 128, 140, 384, 390, 520, 1030)
+_BATCHED_LENGTHS = (5, 300, 31, 97, 64, 388)
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a model asks of the operators: (in, out) of its linears, and its attention heads."""
+    """What a model asks of the operators: (in, out, bias) of its linears, and its attention heads."""
 
-    linears: tuple[tuple[int, int], ...] = ((576, 960), (576, 576), (576, 3072), (1536, 576))
+    linears: tuple[tuple[int, int, bool], ...] = (
+        (576, 960, False),
+        (576, 576, False),
+        (576, 3072, False),
+        (1536, 576, False),
+    )
     num_heads: int = 9
     num_kv_heads: int = 3
     head_dim: int = 64
@@ -48,21 +57,55 @@ class SelfTestResult:
 
 
 def run_selftest(dtype: str, shapes: Shapes | None = None, path: NumericsPath = EXACT) -> SelfTestResult:
-    """Run all checks in ``dtype`` ("bfloat16" or "float32") under ``path``; remembered per process."""
-    return _run(dtype, shapes or Shapes(), path)
+    """Run all checks in ``dtype`` ("bfloat16" or "float32") under ``path``.
+
+    The thread counts proved are 1, 2 and the present one. Results are remembered per process.
+    """
+    threads = tuple(sorted({1, 2, torch.get_num_threads()}))
+    return _run(dtype, shapes or Shapes(), path, threads)
 
 
 @lru_cache(maxsize=32)
-def _run(dtype: str, shapes: Shapes, path: NumericsPath) -> SelfTestResult:
+def _run(dtype: str, shapes: Shapes, path: NumericsPath, threads: tuple[int, ...]) -> SelfTestResult:
     start = time.perf_counter()
+    bench = _Bench(DTYPES[dtype], shapes, path, threads, torch.Generator().manual_seed(0))
     failures: list[str] = []
-    generator = torch.Generator().manual_seed(0)
-    checks: list[Callable[[torch.dtype, Shapes, NumericsPath, torch.Generator], Iterator[str]]]
-    checks = [_check_linears, _check_rows, _check_attention, _check_vocabulary]
     with torch.no_grad():
-        for check in checks:
-            failures += check(DTYPES[dtype], shapes, path, generator)
+        for check in (_check_linears, _check_rows, _check_silu, _check_attention, _check_vocabulary):
+            failures += check(bench)
     return SelfTestResult(not failures, tuple(failures), time.perf_counter() - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What every check is given."""
+
+    dtype: torch.dtype
+    shapes: Shapes
+    path: NumericsPath
+    threads: tuple[int, ...]
+    generator: torch.Generator
+
+    def normal(self, *shape: int, std: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype).normal_(std=std, generator=self.generator)
+
+    def row_failures(
+        self, name: str, operator: Callable[[Tensor], Tensor], rows: Tensor, counts: Sequence[int], padded: bool = True
+    ) -> Iterator[str]:
+        """Rows alone against the same rows in batches of several sizes, for each thread count."""
+        with _threads(1):
+            alone = torch.cat([self._alone(operator, rows[i : i + 1], padded) for i in range(len(rows))])
+        for threads in self.threads:
+            with _threads(threads):
+                for count in counts:
+                    index = torch.arange(count) % len(rows)
+                    differing = int((operator(rows[index]) != alone[index]).flatten(1).any(-1).sum())
+                    if differing:
+                        yield f"{name}: {differing} of {count} rows depend on the batch ({threads} threads)"
+
+    def _alone(self, operator: Callable[[Tensor], Tensor], row: Tensor, padded: bool) -> Tensor:
+        padding = self.path.pad_rows(1) - 1 if padded else 0
+        return operator(torch.cat([row, row.new_zeros(padding, *row.shape[1:])]))[:1]
 
 
 @contextmanager
@@ -75,110 +118,126 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _thread_counts() -> tuple[int, ...]:
-    return (1, torch.get_num_threads()) if torch.get_num_threads() > 1 else (1, 2)
+def _check_linears(bench: _Bench) -> Iterator[str]:
+    for num_in, num_out, has_bias in bench.shapes.linears:
+        weight = bench.normal(num_out, num_in)
+        bias = bench.normal(num_out) if has_bias else None
+        rows = bench.normal(_NUM_DISTINCT, num_in)
+        operator = lambda x, weight=weight, bias=bias: basic.linear(x, weight, bias)  # noqa: E731
+        yield from bench.row_failures(f"linear {num_in}x{num_out}", operator, rows, _ROWS)
 
 
-def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def _row_failures(name: str, operator: Callable[[Tensor], Tensor], rows: Tensor, path: NumericsPath) -> Iterator[str]:
-    """Apply ``operator`` to the first n rows, for several n and thread counts; the rows must agree."""
-    with _threads(1):
-        alone = torch.cat([_padded(operator, rows[i : i + 1], path) for i in range(rows.shape[0])])
-    for threads in _thread_counts():
-        with _threads(threads):
-            for count in [count for count in _ROWS if count <= rows.shape[0]]:
-                differing = int((operator(rows[:count]) != alone[:count]).flatten(1).any(-1).sum())
-                if differing:
-                    yield f"{name}: {differing} of {count} rows depend on the batch ({threads} threads)"
-
-
-def _padded(operator: Callable[[Tensor], Tensor], row: Tensor, path: NumericsPath) -> Tensor:
-    padding = path.pad_rows(1) - 1
-    return operator(torch.cat([row, row.new_zeros(padding, *row.shape[1:])]) if padding else row)[:1]
-
-
-def _check_linears(
-    dtype: torch.dtype, shapes: Shapes, path: NumericsPath, generator: torch.Generator
-) -> Iterator[str]:
-    for num_in, num_out in shapes.linears:
-        weight = _normal(generator, dtype, num_out, num_in)
-        rows = _normal(generator, dtype, 72, num_in)
-        yield from _row_failures(f"linear {num_in}x{num_out}", lambda x, w=weight: basic.linear(x, w), rows, path)
-
-
-def _check_rows(dtype: torch.dtype, shapes: Shapes, path: NumericsPath, generator: torch.Generator) -> Iterator[str]:
-    weight = _normal(generator, dtype, shapes.hidden_size)
-    rows = _normal(generator, dtype, 264, shapes.hidden_size)
-    yield from _row_failures("rms_norm", lambda x: basic.rms_norm(x, weight, 1e-5), rows, path)
-    rows = _normal(generator, dtype, 264, 2 * shapes.intermediate_size)
-    yield from _row_failures("silu_mul", basic.silu_mul, rows, path)
-    heads = _normal(generator, dtype, 40, shapes.num_heads, shapes.head_dim)
-    angle = torch.randn(1, shapes.head_dim // 2, generator=generator)
+def _check_rows(bench: _Bench) -> Iterator[str]:
+    shapes = bench.shapes
+    for name, row in (("rms_norm", (shapes.hidden_size,)), ("head norm", (shapes.num_heads, shapes.head_dim))):
+        weight = bench.normal(row[-1])
+        operator = lambda x, weight=weight: basic.rms_norm(x, weight, 1e-5)  # noqa: E731
+        yield from bench.row_failures(name, operator, bench.normal(_NUM_DISTINCT, *row), _ROWS)
+    rows = bench.normal(_NUM_DISTINCT, 2 * shapes.intermediate_size)
+    yield from bench.row_failures("silu_mul", basic.silu_mul, rows, _ROWS)
+    heads = bench.normal(_NUM_DISTINCT, shapes.num_heads, shapes.head_dim)
+    angle = torch.randn(1, shapes.head_dim // 2, generator=bench.generator)
     rotate = lambda x: basic.rope(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))  # noqa: E731
-    yield from _row_failures("rope", rotate, heads, path)
+    yield from bench.row_failures("rope", rotate, heads, _ROWS)
 
 
-def _check_vocabulary(
-    dtype: torch.dtype, shapes: Shapes, path: NumericsPath, generator: torch.Generator
-) -> Iterator[str]:
-    head = torch.empty(shapes.vocab_size, shapes.hidden_size, dtype=dtype).normal_(std=0.05, generator=generator)
-    hidden = _normal(generator, dtype, 16, shapes.hidden_size)
-    ids = torch.arange(16) * (shapes.vocab_size // 16)
+def _check_silu(bench: _Bench) -> Iterator[str]:
+    """Each value in the middle of a row and alone in one: kernels have a second form for what is left over."""
+    if bench.dtype == torch.bfloat16:
+        values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        values = values[values.isfinite()]
+    else:
+        values = bench.normal(1 << 16, std=8.0)
+    inside = basic.silu_mul(torch.cat([values, torch.ones_like(values)])[None])[0]
+    apart = basic.silu_mul(torch.stack([values, torch.ones_like(values)], dim=1))[:, 0]
+    differing = int((inside != apart).sum())
+    if differing:
+        yield f"silu: {differing} of {len(values)} values depend on their place"
 
-    def logprob(rows: Tensor) -> Tensor:
-        count = rows.shape[0]
-        scaled = scaled_logits(vocabulary_logits(rows, head, path), torch.full((count,), 0.7))
-        return gather_logprobs(scaled.expand(count, -1), row_stats(scaled), ids[3].expand(count))[:, None]
 
-    yield from _row_failures("log-prob", logprob, hidden, path)
+def _check_vocabulary(bench: _Bench) -> Iterator[str]:
+    shapes = bench.shapes
+    head = bench.normal(shapes.vocab_size, shapes.hidden_size, std=0.05)
+    hidden = bench.normal(_NUM_DISTINCT // 2, shapes.hidden_size)
+    project = lambda x: vocabulary_logits(x, head, bench.path)  # noqa: E731
+    yield from bench.row_failures("logits", project, hidden, _VOCABULARY_ROWS)
+    token = shapes.vocab_size // 3
+
+    def statistics(logits: Tensor) -> Tensor:
+        scaled = scaled_logits(logits, torch.full((len(logits),), 0.7))
+        stats = row_stats(scaled)
+        logprobs = gather_logprobs(scaled, stats, torch.full((len(logits),), token))
+        return torch.cat([stats.block_sums.double(), stats.total[:, None], logprobs[:, None]], dim=1)
+
+    yield from bench.row_failures("log-prob", statistics, project(hidden), (1, 3, 12), padded=False)
 
 
-def _check_attention(
-    dtype: torch.dtype, shapes: Shapes, path: NumericsPath, generator: torch.Generator
-) -> Iterator[str]:
-    longest = max(_LENGTHS)
-    q = _normal(generator, dtype, longest, shapes.num_heads, shapes.head_dim)
-    k = _normal(generator, dtype, longest, shapes.num_kv_heads, shapes.head_dim)
-    v = _normal(generator, dtype, longest, shapes.num_kv_heads, shapes.head_dim)
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Queries, keys and values [tokens, heads, D] of the longest sequence."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q[start:end], self.k[start:end], self.v[start:end]
+
+
+def _check_attention(bench: _Bench) -> Iterator[str]:
+    longest, shapes = max(_LENGTHS), bench.shapes
+    kv = (longest, shapes.num_kv_heads, shapes.head_dim)
+    heads = _Heads(bench.normal(longest, shapes.num_heads, shapes.head_dim), bench.normal(*kv), bench.normal(*kv))
     with _threads(1):
-        whole = _packed(q, k, v, longest, shapes, path)
-    for threads in _thread_counts():
+        whole = _packed(heads, longest, bench)
+    for threads in bench.threads:
         with _threads(threads):
+            found: dict[str, int] = {}
             for length in _LENGTHS:
-                found = {"training": (_packed(q, k, v, length, shapes, path) != whole[:length]).any(-1).sum()}
+                rows = _packed(heads, length, bench)
+                found[f"training, {length} keys"] = int((rows != whole[:length]).any(-1).sum())
                 for count in (1, 5):
-                    cached = _from_pool(q, k, v, length, count, shapes, path)
-                    found[f"chunk of {count}"] = (cached != whole[length - count : length]).any(-1).sum()
-                for name, differing in found.items():
-                    if differing:
-                        yield f"attention, {name}, {length} keys: {int(differing)} rows differ ({threads} threads)"
+                    rows = _from_pool(heads, (length,), count, bench)
+                    expected = whole[length - count : length]
+                    found[f"chunk of {count}, {length} keys"] = int((rows != expected).any(-1).sum())
+            rows = _from_pool(heads, _BATCHED_LENGTHS, 1, bench)
+            expected = whole[torch.tensor(_BATCHED_LENGTHS) - 1]
+            found[f"{len(rows)} sequences in one call"] = int((rows != expected).any(-1).sum())
+        for name, differing in found.items():
+            if differing:
+                yield f"attention, {name}: {differing} rows differ ({threads} threads)"
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, length: int, shapes: Shapes, path: NumericsPath) -> Tensor:
-    group_size = shapes.num_heads // shapes.num_kv_heads
-    plan = packed_plan([length], group_size=group_size, path=path, dtype=q.dtype)
-    rows = [torch.cat([x[:length], x.new_zeros(plan.num_rows - length, *x.shape[1:])]) for x in (q, k, v)]
-    return attention_ops.attention(rows[0], rows[1], rows[2], plan, None)[:length]
+def _packed(heads: _Heads, length: int, bench: _Bench) -> Tensor:
+    group_size = bench.shapes.num_heads // bench.shapes.num_kv_heads
+    plan = packed_plan([length], group_size=group_size, path=bench.path, dtype=bench.dtype)
+    q, k, v = (_pad(x, plan.num_rows) for x in heads.rows(0, length))
+    return attention_ops.attention(q, k, v, plan, None)[:length]
 
 
-def _from_pool(
-    q: Tensor, k: Tensor, v: Tensor, length: int, count: int, shapes: Shapes, path: NumericsPath
-) -> Tensor:
-    """The last ``count`` queries over keys that lie in a pool, at an odd place."""
-    group_size = shapes.num_heads // shapes.num_kv_heads
-    num_keys, offset, start = path.pad_keys(length), 3, length - count
-    pool = [x.new_zeros(shapes.num_kv_heads, offset + num_keys, shapes.head_dim) for x in (k, v)]
-    for held, x in zip(pool, (k, v), strict=True):
-        held[:, offset : offset + start] = x[:start].transpose(0, 1)
+def _from_pool(heads: _Heads, lengths: Sequence[int], count: int, bench: _Bench) -> Tensor:
+    """The last ``count`` queries of one sequence or several over keys that lie in a pool, at an odd place."""
+    path, shapes, num_sequences = bench.path, bench.shapes, len(lengths)
+    num_keys, offset = max(path.pad_keys(length) for length in lengths), 3
+    starts = [offset + b * num_keys for b in range(num_sequences)]
+    pool = [x.new_zeros(shapes.num_kv_heads, offset + num_sequences * num_keys, shapes.head_dim) for x in (heads.k, heads.v)]
+    for start, length in zip(starts, lengths, strict=True):
+        for held, x in zip(pool, (heads.k, heads.v), strict=True):
+            held[:, start : start + length - count] = x[: length - count].transpose(0, 1)
     num_queries = count if count == 1 else path.pad_rows(count)
-    mask = causal_mask(torch.tensor([start]), num_queries, num_keys, group_size if count > 1 else 1, q.dtype)
-    query_rows = torch.zeros(1, num_queries, dtype=torch.int64)
-    query_rows[0, :count] = torch.arange(count)
+    group_size = 1 if num_queries == 1 else shapes.num_heads // shapes.num_kv_heads
+    mask = causal_mask(torch.tensor(lengths) - count, num_queries, num_keys, group_size, bench.dtype)
+    places = torch.arange(num_queries).masked_fill(torch.arange(num_queries) >= count, 0)
+    query_rows = torch.arange(num_sequences)[:, None] * count + places[None]
     group = AttentionGroup(query_rows, PoolExtent(offset, num_keys), mask, num_keys)
-    slots = torch.arange(offset + start, offset + length)
-    plan = AttentionPlan(count, [group], torch.arange(count), slots, path.query_multiple)
-    rows = [x[start:length] for x in (q, k, v)]
-    return attention_ops.attention(rows[0], rows[1], rows[2], plan, (pool[0], pool[1]))
+    num_rows = num_sequences * count
+    slots = torch.cat([torch.arange(s + n - count, s + n) for s, n in zip(starts, lengths, strict=True)])
+    index = output_index([group], [count] * num_sequences, num_rows)
+    plan = AttentionPlan(num_rows, [group], index, slots, path.query_multiple)
+    parts = [heads.rows(length - count, length) for length in lengths]
+    q, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+    return attention_ops.attention(q, k, v, plan, (pool[0], pool[1]))
+
+
+def _pad(rows: Tensor, num_rows: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])

@@ -136,8 +136,9 @@ def _chunks(num_rows: int, chunk: int) -> list[slice]:
 
 
 def _entropy(logits_NV: Tensor, stats: RowStats) -> Tensor:
-    mean_excess = (stats.weights * (logits_NV - stats.maximum)).sum(-1).double() / stats.total
-    return (stats.total.log() - mean_excess).float()
+    # Summed by blocks like the weights: a plain sum of a single long row is split over the threads.
+    excess = block_sums(stats.weights * (logits_NV - stats.maximum)).double().cumsum(-1)[:, -1]
+    return (stats.total.log() - excess / stats.total).float()
 
 
 def _grad_logits(logits_NV: Tensor, ids_N: Tensor, grad_logprobs_N: Tensor, grad_entropy_N: Tensor | None) -> Tensor:

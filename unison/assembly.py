@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from unison.data.source import load_source
 from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
 from unison.engine.engine import Engine
+from unison.observability.environment import available_cores
 from unison.models.loading import load_model, read_config
 from unison.models.numerics import NumericsChoice, choose_numerics
 from unison.models.registry import read_spec
@@ -50,6 +50,8 @@ class Parts:
     estimator: AdvantageEstimator
     sampling: SamplingParams
     num_bad_rows: int
+    longest_prompt: int
+    """In tokens, over the training prompts."""
     notes: list[str]
     """Automatic choices and what was skipped, for people."""
 
@@ -74,6 +76,8 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     notes: list[str] = []
     source = load_source(config.data, "train", config.run.seed)
     prompts = encode_all(source, tokenizer, config.data)
+    # Encoded once here, so that a prompt that cannot be used stops the run before it starts.
+    longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
     eval_tasks = _eval_tasks(config, tokenizer, spec, notes)
     bad_rows = list(getattr(source, "skipped", ()))
     notes += [f"skipped: {line}" for line in bad_rows]
@@ -95,13 +99,14 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         estimator=estimator,
         sampling=training_sampling(config.rollout),
         num_bad_rows=len(bad_rows),
+        longest_prompt=longest_prompt,
         notes=notes,
     )
 
 
 def set_threads(count: int) -> None:
-    """Threads of torch: as given, or one per core."""
-    torch.set_num_threads(count or os.cpu_count() or 1)
+    """Threads of torch: as given, or one per core this process may use."""
+    torch.set_num_threads(count or available_cores())
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingParams:

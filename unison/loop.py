@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from unison.assembly import Parts, build_parts
 from unison.config.dump import dump_toml
 from unison.config.schema import TrainConfig
-from unison.core.errors import NumericsError, UnisonError
+from unison.core.errors import NumericsError, RewardError, UnisonError
 from unison.core.records import Sample
 from unison.evaluation.evaluate import evaluate
 from unison.models.saving import export_model
@@ -25,7 +25,7 @@ from unison.observability.plot import draw_plot
 from unison.observability.progress import Progress
 from unison.observability.run_folder import RunFolder, check_unused
 from unison.observability.sinks import JsonlSink, MultiSink
-from unison.rewards.scoring import score
+from unison.rewards.scoring import RewardReport, score
 from unison.rollout.collect import PromptTask, collect
 from unison.rollout.summary import rollout_metrics
 from unison.training.arithmetic import BatchArithmetic
@@ -35,6 +35,7 @@ from unison.weights.checksum import tensors_digest
 from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
+_NUM_FAILURES_SHOWN = 3
 
 
 @dataclass(slots=True)
@@ -99,15 +100,27 @@ class Run:
         started = time.perf_counter()
         samples = await self._collect("rollout", self.parts.draw())
         seconds = time.perf_counter() - started
-        report = score(samples, self.parts.reward)
+        self.score(samples, step)
         scored = time.perf_counter() - started - seconds
-        for failure in report.failures[:3]:
-            self._progress.print(f"note: step {step}: unscorable: {failure.sample_id}: {failure.reason}")
         metrics = rollout_metrics(samples)
         metrics["rollout/seconds"] = seconds
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(seconds, 1e-9)
         metrics["reward/seconds"] = scored
         return samples, metrics
+
+    def score(self, samples: Sequence[Sample], step: int) -> RewardReport:
+        """Reward every finished sample in place; failures are shown, and stop a run that never scored one."""
+        report = score(samples, self.parts.reward)
+        for failure in report.failures[:_NUM_FAILURES_SHOWN]:
+            self._progress.print(f"note: step {step}: unscorable: {failure.sample_id}: {failure.reason}")
+        if len(report.failures) > _NUM_FAILURES_SHOWN:
+            self._progress.print(f"note: step {step}: {len(report.failures)} samples were unscorable in all")
+        if step <= 1 and report.failures and not report.num_scored:
+            raise RewardError(
+                f"the reward {self.config.reward.function!r} could score none of the first {len(samples)} samples; "
+                f"the first one: {report.failures[0].reason}"
+            )
+        return report
 
     def advantages(self, samples: Sequence[Sample]) -> Tensor:
         rewards, group_ids, valid = reward_columns(samples)
@@ -152,7 +165,7 @@ class Run:
         metrics, _ = await evaluate(
             self.parts.client,
             self.parts.eval_tasks,
-            lambda samples: score(samples, self.parts.reward),
+            lambda samples: self.score(samples, step),
             self.parts.sampling,
             self.config.eval,
             run_seed=self.config.run.seed,
@@ -190,7 +203,8 @@ class Run:
             f"model {config.model.path} ({spec.family}, {spec.num_parameters() / 1e6:.1f} M parameters), "
             f"{parts.numerics.dtype_name}, numerics {parts.numerics.path.name}, seed {config.run.seed}"
         )
-        for line in BatchArithmetic.from_config(config).describe():
+        arithmetic = replace(BatchArithmetic.from_config(config), max_prompt_tokens=parts.longest_prompt)
+        for line in arithmetic.describe():
             self._progress.print(f"  {line}")
         self._progress.print(f"run folder {self.folder.path}")
 

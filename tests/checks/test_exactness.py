@@ -63,9 +63,10 @@ def run_few_cells(
     [
         replace(EXACT, row_multiple=1),
         replace(EXACT, key_rungs=(), key_multiple=1),
+        replace(EXACT, key_rungs=(32, 64, 96, 128, 256, 384)),
         FAST,
     ],
-    ids=["rows unpadded", "keys unpadded", "nothing padded"],
+    ids=["rows unpadded", "keys unpadded", "keys padded to a length that changes the sum", "nothing padded"],
 )
 def test_a_path_that_pads_too_little_fails(
     tiny_model_dir: TinyModelDir, monkeypatch: pytest.MonkeyPatch, path: NumericsPath

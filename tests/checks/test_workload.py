@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from unison.checks.workload import make_workload
 from unison.text.tokenizer import Tokenizer
 
@@ -27,4 +29,16 @@ def test_prompts_have_mixed_lengths_within_the_limits() -> None:
 def test_with_a_tokenizer_some_prompts_are_natural_text(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_folder(smollm2)
     workload = make_workload(49152, tokenizer, 16, 140)
-    assert tokenizer.decode(workload.prompts[0]) == "The capital of France is"
+    texts = [tokenizer.decode(prompt) for prompt in workload.prompts]
+    assert "The capital of France is" in texts
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(520, [513, 385, 375]), (400, [385, 375, 255]), (300, [255])])
+def test_even_a_few_requests_hold_the_longest_prompts(longest: int, expected: list[int]) -> None:
+    lengths = [len(prompt) for prompt in make_workload(512, None, 72, longest).prompts]
+    assert lengths[: len(expected)] == expected
+    assert set(lengths[:16]) > {1, 33}
+
+
+def test_a_short_context_gets_short_prompts() -> None:
+    assert {len(prompt) for prompt in make_workload(512, None, 16, 5).prompts} == {1, 2}

@@ -22,5 +22,8 @@ def always_raises(samples: Sequence[Sample]) -> list[float]:
     raise RuntimeError("the grader is broken")
 
 
-def answers_zero(samples: Sequence[Sample]) -> list[float]:
-    return [float(sample.response_ids[0] % 2 == 0) for sample in samples]
+def breaks_after_a_while(samples: Sequence[Sample]) -> list[float]:
+    """Works for the baseline and the first step, and never again."""
+    if any("@" in sample.sample_id and sample.weight_versions[-1] > 0 for sample in samples):
+        raise RuntimeError("the grader broke")
+    return list(low_ids(samples))

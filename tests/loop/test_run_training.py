@@ -118,14 +118,37 @@ def test_a_raising_reward_makes_samples_unscorable_and_training_goes_on(
     assert all(record["advantage"] == 0 and record["reward"] is None for record in failed)
 
 
-def test_a_reward_that_always_raises_leaves_the_weights_alone_and_says_so(
+def test_a_reward_that_never_scores_stops_the_run_with_its_reason(
+    tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    for i, problems in enumerate((5, 0)):
+        with pytest.raises(RewardError, match="none of the first.*the grader is broken"):
+            run(
+                tiny_model_dir(),
+                tmp_path / str(i),
+                reward={"function": "tests.loop.rewards:always_raises"},
+                eval={"problems": problems},
+            )
+
+
+def test_a_step_that_could_not_be_scored_leaves_the_weights_alone_and_says_so(
     tiny_model_dir: TinyModelDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tiny_model_dir(), tmp_path / "run", reward={"function": "tests.loop.rewards:always_raises"})
-    steps = metrics_of(tmp_path / "run")
-    assert all(step["weights/version"] == 0 for step in steps[1:])
-    assert steps[0]["eval/accuracy"] is None and steps[0]["eval/unscorable"] == 5
+    run(tiny_model_dir(), tmp_path / "run", reward={"function": "tests.loop.rewards:breaks_after_a_while"})
+    _, first, second, third = metrics_of(tmp_path / "run")
+    assert [step["weights/version"] for step in (first, second, third)] == [1, 1, 1]
+    assert second["rollout/unscorable"] == 12
     assert "no token was left to train on" in capsys.readouterr().out
+
+
+def test_a_prompt_over_the_limit_stops_the_run_before_it_starts(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="max_prompt_tokens"):
+        run(
+            tiny_model_dir(),
+            tmp_path / "run",
+            data={"source": "sums", "options": {"max_operand": 6, "eval_size": 5}, "max_prompt_tokens": 5},
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_run_folder_holds_what_it_promises(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:

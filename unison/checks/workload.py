@@ -16,8 +16,9 @@ _TEXTS = (
     "Once upon a time, in a small house by the sea, there lived an old woman who counted the waves.",
     "def add(a, b):\n    return",
 )
-_EDGES = (1, 2, 7, 8, 9, 31, 33, 65, 95, 97, 127, 129, 255, 375, 385, 513)
-"""Prompt lengths on both sides of each padding step, the ones that could go wrong; some answers cross a step."""
+# Lengths on both sides of each padding step are the ones that could go wrong; some answers cross a step.
+_SHORT = (1, 2, 7, 8, 9, 31, 33, 65, 95, 97, 127, 129)
+_LONG = (513, 385, 375, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,23 @@ class Workload:
 def make_workload(vocab_size: int, tokenizer: Tokenizer | None, count: int, longest_prompt: int) -> Workload:
     """``count`` prompts of at most ``longest_prompt`` tokens, each answered with 4 to 24 tokens.
 
-    A few natural texts, one prompt of each edge length, and random ones; as many as ``count`` admits.
+    The long ones first, so that the first few hold some: then natural texts, then short ones of mixed lengths.
     """
     noise = random.Random(7)
+    long = [length for length in _LONG if length <= longest_prompt]
+    short = [length for length in _SHORT if length <= longest_prompt]
     texts = [tuple(tokenizer.encode(text)) for text in _TEXTS] if tokenizer is not None else []
-    lengths = [length for length in _EDGES if length <= longest_prompt]
-    while len(texts) + len(lengths) < count:
-        lengths.append(noise.choice([length for length in lengths if length < 150] or lengths))
-    noise.shuffle(lengths)
-    prompts = [text for text in texts if len(text) <= longest_prompt]
-    prompts += [tuple(noise.randrange(vocab_size) for _ in range(length)) for length in lengths]
+    texts = [text for text in texts if len(text) <= longest_prompt]
+    while len(long) + len(texts) + len(short) < count:
+        short.append(noise.choice(short))
+    noise.shuffle(short)
+    prompts = [
+        *(_random_ids(noise, vocab_size, length) for length in long),
+        *texts,
+        *(_random_ids(noise, vocab_size, length) for length in short),
+    ]
     return Workload(tuple(prompts[:count]), tuple(noise.randint(4, 24) for _ in prompts[:count]))
+
+
+def _random_ids(noise: random.Random, vocab_size: int, length: int) -> tuple[int, ...]:
+    return tuple(noise.randrange(vocab_size) for _ in range(length))

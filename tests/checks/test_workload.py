@@ -21,7 +21,7 @@ def test_requests_are_the_same_in_every_cell_but_for_the_temperature() -> None:
 def test_prompts_have_mixed_lengths_within_the_limits() -> None:
     workload = make_workload(300, None, 60, 100)
     lengths = [len(prompt) for prompt in workload.prompts]
-    assert min(lengths) == 1 and max(lengths) <= 100 and len(set(lengths)) > 10
+    assert min(lengths) == 1 and max(lengths) <= 100 and len(set(lengths)) >= 10
     assert all(0 <= token < 300 for prompt in workload.prompts for token in prompt)
     assert all(4 <= length <= 24 for length in workload.lengths)
 
@@ -35,9 +35,9 @@ def test_with_a_tokenizer_some_prompts_are_natural_text(smollm2: Path) -> None:
 
 @pytest.mark.parametrize(("longest", "expected"), [(520, [513, 385, 375]), (400, [385, 375, 255]), (300, [255])])
 def test_even_a_few_requests_hold_the_longest_prompts(longest: int, expected: list[int]) -> None:
-    lengths = [len(prompt) for prompt in make_workload(512, None, 72, longest).prompts]
+    lengths = [len(prompt) for prompt in make_workload(512, None, 16, longest).prompts]
     assert lengths[: len(expected)] == expected
-    assert set(lengths[:16]) > {1, 33}
+    assert set(lengths) > {1, 33, 129}
 
 
 def test_a_short_context_gets_short_prompts() -> None:

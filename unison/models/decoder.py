@@ -66,9 +66,7 @@ class Attention(nn.Module):
         self.q_norm = RmsNorm(spec.head_dim, spec.norm_epsilon, dtype) if spec.qk_norm else None
         self.k_norm = RmsNorm(spec.head_dim, spec.norm_epsilon, dtype) if spec.qk_norm else None
 
-    def forward(
-        self, x_TE: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: LayerCache | None) -> Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(x_TE).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -96,9 +94,7 @@ class Layer(nn.Module):
         self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
         self.mlp = Mlp(spec, dtype)
 
-    def forward(
-        self, x_TE: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: LayerCache | None) -> Tensor:
         x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos, sin, plan, cache)
         return x_TE + self.mlp(self.mlp_norm(x_TE))  # type: ignore[no-any-return]
 
@@ -114,9 +110,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(spec, dtype) for _ in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
         self.head = (
-            None
-            if spec.tied_embeddings
-            else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype))
+            None if spec.tied_embeddings else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype))
         )
         self._rope = RopeTable(spec.rope, spec.head_dim)
 
@@ -136,6 +130,10 @@ class Decoder(nn.Module):
         """
         if (tokens_T is None) == (embeddings_TE is None):
             raise ValueError("give either tokens or embeddings")
+        if len(positions_AT) != 1:
+            raise ValueError(f"positions have {len(positions_AT)} axes; this model has one")
+        if taps is not None:
+            self._check_taps(taps)
         x = ops.embedding(tokens_T, self.embed) if tokens_T is not None else embeddings_TE
         cos, sin = self._rope.rows(positions_AT[0])
         for i, layer in enumerate(self.layers):
@@ -145,7 +143,12 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if taps is not None:
             taps.offer("final", x)
-        return x
+        return x  # type: ignore[no-any-return]
+
+    def _check_taps(self, taps: Taps) -> None:
+        known = {"final", *(f"layer.{i}" for i in range(len(self.layers)))}
+        if not taps.wanted <= known:
+            raise ValueError(f"no activation is called {', '.join(sorted(taps.wanted - known))}")
 
     def head_weight(self) -> Tensor:
         """[V, E] matrix of the vocabulary projection; the embedding itself where they are tied."""

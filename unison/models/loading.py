@@ -17,11 +17,11 @@ from torch import Tensor
 
 from unison.core.errors import ModelError
 from unison.models.decoder import Decoder
-from unison.models.names import TensorSlot, tensor_slots
+from unison.models.names import TensorSlot, canonical_name, tensor_slots
 from unison.models.registry import read_spec
+from unison.models.rope import inverse_frequencies
 from unison.models.spec import DecoderSpec
 
-_TIED_NAMES = {"lm_head.weight": "model.embed_tokens.weight"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,34 +30,31 @@ class WeightLoader:
 
     def __init__(self, spec: DecoderSpec, parameters: Mapping[str, Tensor]) -> None:
         self._slots: dict[str, TensorSlot] = {slot.name: slot for slot in tensor_slots(spec)}
+        self._spec = spec
         self._parameters = parameters
-        self._tied = _TIED_NAMES if spec.tied_embeddings else {}
+        self._given: set[str] = set()
         self._written: set[str] = set()
 
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one published tensor, cast to the parameter's dtype by one rounding."""
-        target = self._tied.get(name, name)
+        target = canonical_name(self._spec, name)
         slot = self._slots.get(target)
         if slot is None:
             raise ModelError(f"tensor {name!r} has no place in this model")
+        if name in self._given:
+            raise ModelError(f"tensor {name!r} was given twice")
         if tuple(tensor.shape) != slot.shape:
             raise ModelError(f"tensor {name!r} has shape {list(tensor.shape)}; {list(slot.shape)} is needed")
         if tensor.dtype not in _FLOATS:
             raise ModelError(f"tensor {name!r} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
         destination = self._parameters[slot.parameter][slot.start : slot.end]
-        if target in self._written:
-            self._check_same(name, target, tensor, destination)
-            return
-        destination.copy_(tensor)
-        self._written.add(target)
-
-    def _check_same(self, name: str, target: str, tensor: Tensor, destination: Tensor) -> None:
-        if target == name and name not in self._tied.values():
-            raise ModelError(f"tensor {name!r} was given twice")
-        # Tied matrices may be sent under both names, but then they must be one matrix.
-        if not torch.equal(destination, tensor.to(destination.dtype)):
+        if target not in self._written:
+            destination.copy_(tensor)
+        elif not torch.equal(destination, tensor.to(destination.dtype)):
             raise ModelError(f"tensor {name!r} differs from the one it is tied to; send one of them, or equal ones")
+        self._given.add(name)
+        self._written.add(target)
 
     def finish(self) -> None:
         """Raise ModelError unless every tensor of the model was written."""
@@ -94,8 +91,18 @@ def load_weights(model: Decoder, folder: Path) -> None:
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = WeightLoader(model.spec, parameters)
     for name, tensor in stream_tensors(folder):
-        loader.write(name, tensor)
+        if name.endswith(".rotary_emb.inv_freq"):
+            _check_frequencies(name, tensor, model.spec)
+        else:
+            loader.write(name, tensor)
     loader.finish()
+
+
+def _check_frequencies(name: str, tensor: Tensor, spec: DecoderSpec) -> None:
+    """Old checkpoints carry the rotary frequencies; they are ours to compute, but must be the same."""
+    own = inverse_frequencies(spec.rope, spec.head_dim).to(tensor.dtype)
+    if own.shape != tensor.shape or not torch.allclose(own.float(), tensor.float(), rtol=1e-2, atol=0):
+        raise ModelError(f"tensor {name!r} differs from the rotary frequencies that config.json describes")
 
 
 def stream_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -115,8 +122,11 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            outside = [name for name in names if Path(name).name != name]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is no readable weight index: {error!r}") from error
+        if outside:
+            raise ModelError(f"{index} names files outside its folder: {', '.join(outside)}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder} lacks weight files named by its index: {', '.join(missing)}")

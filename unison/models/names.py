@@ -36,6 +36,11 @@ def tensor_slots(spec: DecoderSpec) -> list[TensorSlot]:
     return slots
 
 
+def canonical_name(spec: DecoderSpec, name: str) -> str:
+    """The name ``name`` is kept under: with tied embeddings the output layer is the embedding."""
+    return "model.embed_tokens.weight" if spec.tied_embeddings and name == "lm_head.weight" else name
+
+
 def _layer_slots(spec: DecoderSpec, theirs: str, ours: str) -> list[TensorSlot]:
     hidden, dim = spec.hidden_size, spec.head_dim
     q, kv, inner = spec.num_heads * dim, spec.num_kv_heads * dim, spec.intermediate_size

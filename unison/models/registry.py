@@ -26,8 +26,11 @@ def register_family(model_type: str, reader: str) -> None:
 def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """Spec of a config.json. Raises ModelError where the family or an option is not supported."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(f"model_type={model_type!r} is not supported; known families: {', '.join(sorted(FAMILIES))}")
     module, _, name = FAMILIES[model_type].partition(":")
-    reader: SpecReader = getattr(importlib.import_module(module), name)
+    try:
+        reader: SpecReader = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(f"family {model_type!r} cannot be read by {FAMILIES[model_type]!r}: {error}") from error
     return reader(config)

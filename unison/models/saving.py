@@ -29,9 +29,7 @@ COPIED_FILES = (
 )
 
 
-def export_model(
-    model: Decoder, source: Path, target: Path, parameters: dict[str, Tensor] | None = None
-) -> list[Path]:
+def export_model(model: Decoder, source: Path, target: Path, parameters: dict[str, Tensor] | None = None) -> list[Path]:
     """Write ``model`` (or ``parameters`` in its place, e.g. float32 masters) into ``target``.
 
     Configuration, tokenizer, chat template and generation config are copied from ``source``, the

@@ -43,7 +43,11 @@ def _attend(
     num_kv_heads = k_TKD.shape[1]
     group_size = num_heads // num_kv_heads
     rows = num_queries * group_size
-    q = q_THD[: num_sequences * num_queries] if group.rows_in_order else q_THD.index_select(0, group.query_rows.view(-1))
+    q = (
+        q_THD[: num_sequences * num_queries]
+        if group.rows_in_order
+        else q_THD.index_select(0, group.query_rows.view(-1))
+    )
     q = q.view(num_sequences, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(num_sequences, num_kv_heads, rows, head_dim)
     padding = -rows % query_multiple
@@ -53,7 +57,7 @@ def _attend(
         mask = mask if mask.shape[2] == 1 else F.pad(mask, (0, 0, 0, padding))
     keys, values = _keys_and_values(k_TKD, v_TKD, group, cache)
     # The flash kernel is called by name: the public wrapper may choose another one by shape.
-    out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, attn_mask=mask)[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, attn_mask=mask)[0]
     out = out[:, :, :rows].reshape(num_sequences, num_kv_heads, num_queries, group_size, head_dim)
     return out.permute(0, 2, 1, 3, 4).reshape(num_sequences * num_queries, num_heads * head_dim)
 

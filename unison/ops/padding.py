@@ -49,7 +49,7 @@ def numerics_path(name: str) -> NumericsPath:
     """The path called ``name``. Raises NumericsError for a name that is none."""
     if name not in PATHS:
         raise NumericsError(f"numerics={name!r} is unknown; use one of {', '.join(PATHS)}")
-    return PATHS[name]  # type: ignore[index]
+    return PATHS[name]
 
 
 def _round_up(value: int, multiple: int) -> int:

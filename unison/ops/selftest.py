@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -123,21 +123,23 @@ def _check_linears(bench: _Bench) -> Iterator[str]:
         weight = bench.normal(num_out, num_in)
         bias = bench.normal(num_out) if has_bias else None
         rows = bench.normal(_NUM_DISTINCT, num_in)
-        operator = lambda x, weight=weight, bias=bias: basic.linear(x, weight, bias)  # noqa: E731
+        operator = partial(basic.linear, weight_NK=weight, bias_N=bias)
         yield from bench.row_failures(f"linear {num_in}x{num_out}", operator, rows, _ROWS)
 
 
 def _check_rows(bench: _Bench) -> Iterator[str]:
     shapes = bench.shapes
     for name, row in (("rms_norm", (shapes.hidden_size,)), ("head norm", (shapes.num_heads, shapes.head_dim))):
-        weight = bench.normal(row[-1])
-        operator = lambda x, weight=weight: basic.rms_norm(x, weight, 1e-5)  # noqa: E731
+        operator = partial(basic.rms_norm, weight=bench.normal(row[-1]), epsilon=1e-5)
         yield from bench.row_failures(name, operator, bench.normal(_NUM_DISTINCT, *row), _ROWS)
     rows = bench.normal(_NUM_DISTINCT, 2 * shapes.intermediate_size)
     yield from bench.row_failures("silu_mul", basic.silu_mul, rows, _ROWS)
     heads = bench.normal(_NUM_DISTINCT, shapes.num_heads, shapes.head_dim)
     angle = torch.randn(1, shapes.head_dim // 2, generator=bench.generator)
-    rotate = lambda x: basic.rope(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))  # noqa: E731
+
+    def rotate(x: Tensor) -> Tensor:
+        return basic.rope(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))
+
     yield from bench.row_failures("rope", rotate, heads, _ROWS)
 
 
@@ -159,7 +161,7 @@ def _check_vocabulary(bench: _Bench) -> Iterator[str]:
     shapes = bench.shapes
     head = bench.normal(shapes.vocab_size, shapes.hidden_size, std=0.05)
     hidden = bench.normal(_NUM_DISTINCT // 2, shapes.hidden_size)
-    project = lambda x: vocabulary_logits(x, head, bench.path)  # noqa: E731
+    project = partial(vocabulary_logits, head_VE=head, path=bench.path)
     yield from bench.row_failures("logits", project, hidden, _VOCABULARY_ROWS)
     token = shapes.vocab_size // 3
 
@@ -220,7 +222,9 @@ def _from_pool(heads: _Heads, lengths: Sequence[int], count: int, bench: _Bench)
     path, shapes, num_sequences = bench.path, bench.shapes, len(lengths)
     num_keys, offset = max(path.pad_keys(length) for length in lengths), 3
     starts = [offset + b * num_keys for b in range(num_sequences)]
-    pool = [x.new_zeros(shapes.num_kv_heads, offset + num_sequences * num_keys, shapes.head_dim) for x in (heads.k, heads.v)]
+    pool = [
+        x.new_zeros(shapes.num_kv_heads, offset + num_sequences * num_keys, shapes.head_dim) for x in (heads.k, heads.v)
+    ]
     for start, length in zip(starts, lengths, strict=True):
         for held, x in zip(pool, (heads.k, heads.v), strict=True):
             held[:, start : start + length - count] = x[: length - count].transpose(0, 1)

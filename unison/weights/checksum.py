@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) over names, dtypes, shapes and bytes, in the order of the names."""
+def tensors_digest(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
+    """SHA-256 (hex) over names, dtypes, shapes and bytes, in the order of the names.
+
+    With ``dtype``, of the tensors as they are after a cast to it, by one rounding.
+    """
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous()
+        tensor = tensors[name].detach().to(dtype or tensors[name].dtype).contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

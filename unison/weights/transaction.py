@@ -9,7 +9,7 @@ in_place  tensors are written straight into the live weights; from the first one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class WeightStore:
     """The live weights of one model with their version; at most one update is open at a time."""
 
     def __init__(self, model: Decoder, version: int = 0, staging: Staging = "shadow") -> None:
+        if staging not in get_args(Staging):
+            raise WeightUpdateError(f"staging={staging!r} is unknown; use one of {', '.join(get_args(Staging))}")
         self.model = model
         self.version = version
         self.complete = True
@@ -97,11 +99,14 @@ class WeightTransaction:
         self._check_open()
         if target != "base":
             raise WeightUpdateError(f"target={target!r} is not supported by this engine; only base is")
+        was_complete = self._store.complete
         if self._store.staging == "in_place":
             self._store.complete = False
         try:
             self._loader.write(name, tensor)
         except ModelError as error:
+            # A refused tensor was not written: the weights are what they were.
+            self._store.complete = was_complete
             raise WeightUpdateError(f"update to version {self.version}: {error}") from error
         self._num_tensors += 1
 

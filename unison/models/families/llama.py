@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from unison.models.settings import read_flag
 from unison.models.spec import DecoderSpec, read_common
 
 
 def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = read_flag(config, "attention_bias")
     spec = read_common(config, "llama")
-    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))
+    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=read_flag(config, "mlp_bias"))

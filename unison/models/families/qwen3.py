@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from unison.models.settings import read_flag, read_integer
 from unison.models.spec import DecoderSpec, read_common
 
 
 def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = read_flag(config, "attention_bias")
     # Qwen3's head size does not follow from its hidden size; its own default is 128.
-    config = {"head_dim": 128, **config}
+    config = {**config, "head_dim": read_integer(config, "head_dim", default=128)}
     return replace(read_common(config, "qwen3"), qkv_bias=bias, output_bias=bias, qk_norm=True)

@@ -1,0 +1,191 @@
+"""Row-wise operators against float64 autograd of their textbook formulas; the padding rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unison.core.errors import NumericsError
+from unison.ops import basic, reference
+from unison.ops.padding import EXACT, FAST, numerics_path
+
+EPSILON = 1e-5
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+ALL_DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=["float64", "float32", "bfloat16"])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def angles(num_tokens: int, half: int) -> tuple[Tensor, Tensor]:
+    turn = torch.arange(num_tokens, dtype=torch.float64)[:, None] * torch.linspace(1.0, 0.01, half).double()
+    return turn.cos(), turn.sin()
+
+
+def assert_agrees(
+    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """Values and gradients of ``ours`` in ``dtype`` against ``theirs`` in float64, from the same rounded inputs."""
+    rounded = [x.to(dtype) for x in inputs]
+    own = [x.clone().requires_grad_() for x in rounded]
+    true = [x.double().requires_grad_() for x in rounded]
+    value, expected = ours(*own), theirs(*true)
+    assert value.dtype == dtype
+    direction = normal(*expected.shape, seed=9).to(dtype)
+    value.backward(direction)
+    expected.backward(direction.double())
+    pairs = [(value, expected), *((x.grad, y.grad) for x, y in zip(own, true, strict=True))]
+    for actual, wanted in pairs:
+        assert actual is not None and wanted is not None
+        assert actual.dtype == dtype
+        error = (actual.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < TOLERANCES[dtype]
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 4, 32), (300, 576)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_agrees(
+        lambda x, w: basic.rms_norm(x, w, EPSILON),
+        lambda x, w: reference.rms_norm(x, w, EPSILON),
+        [normal(*shape) * 3, normal(shape[-1], seed=1)],
+        dtype,
+    )
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("shape", [(1, 2), (5, 128), (37, 3072)])
+def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    assert_agrees(basic.silu_mul, reference.silu_mul, [normal(*shape) * 3], dtype)
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 2), (9, 3, 8), (130, 4, 64)])
+def test_rope(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    cos, sin = angles(shape[0], shape[2] // 2)
+    kept = torch.promote_types(dtype, torch.float32)
+    own_cos, own_sin = cos.to(kept), sin.to(kept)
+    assert_agrees(
+        lambda x: basic.rope(x, own_cos, own_sin), lambda x: reference.rope(x, cos, sin), [normal(*shape)], dtype
+    )
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(with_bias: bool, dtype: torch.dtype) -> None:
+    inputs = [normal(9, 16), normal(5, 16, seed=1), normal(5, seed=2)][: 3 if with_bias else 2]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = torch.einsum("tk,nk->tn", x, weight)
+        return product if bias is None else product + bias
+
+    assert_agrees(basic.linear, plain, inputs, dtype)
+
+
+def test_embedding() -> None:
+    weight = normal(7, 3).requires_grad_()
+    out = basic.embedding(torch.tensor([2, 2, 6]), weight)
+    assert torch.equal(out, weight[[2, 2, 6]])
+    out.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == [0, 0, 2, 0, 0, 0, 1]
+
+
+def test_gradients_pass_a_finite_difference_check() -> None:
+    cos, sin = angles(3, 2)
+    x = normal(3, 2, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: basic.rope(x, cos, sin), x)
+    assert torch.autograd.gradcheck(basic.silu_mul, normal(3, 8).requires_grad_())
+    weight = normal(4, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: basic.rms_norm(x, w, EPSILON), (x, weight))
+
+
+def test_operators_leave_their_inputs_alone() -> None:
+    cos, sin = (part.float() for part in angles(4, 4))
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = normal(4, 2, 8).to(dtype), normal(8).to(dtype)
+        before = x.clone()
+        basic.rms_norm(x, weight, EPSILON)
+        basic.silu_mul(x)
+        basic.rope(x, cos, sin)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_of_extreme_gates_is_finite(dtype: torch.dtype) -> None:
+    gate_up = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30, 1, 1, 1, 1, 1, 1]], dtype=dtype).requires_grad_()
+    out = basic.silu_mul(gate_up)
+    out.sum().backward()
+    assert out[0, :4].tolist() == [0, 0, 0, 0]
+    assert torch.equal(out[0, 4:], gate_up[0, 4:6])
+    assert gate_up.grad is not None and bool(gate_up.grad.isfinite().all())
+
+
+def test_a_row_of_zeros_has_a_norm() -> None:
+    x = torch.zeros(2, 8, requires_grad=True)
+    out = basic.rms_norm(x, torch.ones(8), EPSILON)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(2, 8))
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
+    x, weight = normal(40, 64).to(dtype), normal(64).to(dtype)
+    cos, sin = (part.float() for part in angles(40, 8))
+    whole = (
+        basic.rms_norm(x, weight, EPSILON),
+        basic.silu_mul(x),
+        basic.rope(x.view(40, 4, 16), cos, sin),
+    )
+    for rows in (slice(0, 1), slice(3, 8), slice(39, 40)):
+        part = (
+            basic.rms_norm(x[rows], weight, EPSILON),
+            basic.silu_mul(x[rows]),
+            basic.rope(x[rows].view(-1, 4, 16), cos[rows], sin[rows]),
+        )
+        for alone, among in zip(part, whole, strict=True):
+            assert torch.equal(alone, among[rows])
+
+
+def test_rope_turns_and_never_stretches() -> None:
+    x = normal(50, 2, 16)
+    cos, sin = angles(50, 8)
+    out = basic.rope(x, cos, sin)
+    assert torch.equal(out[0], x[0]), "position 0 is not turned"
+    torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1))
+    # The product of two turned vectors depends on the distance of their positions alone.
+    same = x[:1].expand(50, -1, -1)
+    turned = basic.rope(same.contiguous(), cos, sin)
+    products = (turned[3:] * turned[:-3]).sum(-1)
+    torch.testing.assert_close(products, products[:1].expand_as(products))
+
+
+@given(st.integers(1, 100_000))
+def test_padding_rules(count: int) -> None:
+    rows, queries, keys = EXACT.pad_rows(count), EXACT.pad_queries(count), EXACT.pad_keys(count)
+    assert rows % 8 == 0 and count <= rows < count + 8
+    assert queries % 4 == 0 and count <= queries < count + 4
+    assert keys >= count
+    assert keys in EXACT.key_rungs or keys % 512 == 0
+    assert EXACT.pad_keys(keys) == keys
+    assert EXACT.pad_keys(count + 1) >= keys
+    assert FAST.pad_rows(count) == FAST.pad_queries(count) == FAST.pad_keys(count) == count
+
+
+def test_key_lengths_at_the_bounds() -> None:
+    expected = {1: 32, 32: 32, 33: 64, 96: 96, 128: 128, 129: 384, 256: 384, 384: 384, 385: 512, 512: 512, 513: 1024}
+    assert {count: EXACT.pad_keys(count) for count in expected} == expected
+    assert EXACT.pad_rows(0) == FAST.pad_rows(0) == 0
+
+
+def test_paths_have_names() -> None:
+    assert (numerics_path("exact"), numerics_path("fast")) == (EXACT, FAST)
+    with pytest.raises(NumericsError, match="numerics='exakt' is unknown; use one of exact, fast"):
+        numerics_path("exakt")

@@ -12,6 +12,7 @@ import torch
 from unison.checks import exactness
 from unison.checks.exactness import AXES, Cell, ExactnessReport, run_exactness, training_logprobs
 from unison.checks.witness import Witness
+from unison.checks.workload import make_workload
 from unison.config.schema import EngineConfig
 from unison.core.errors import ModelError
 from unison.core.records import GenerationRequest
@@ -190,7 +191,7 @@ def test_training_with_gradients_finds_the_logprobs_of_the_rollout(
     tiny_model_dir: TinyModelDir, family: str, dtype: str
 ) -> None:
     folder = tiny_model_dir(family)
-    requests = exactness.make_workload(512, None, 10, 140).requests(0.7, 10)
+    requests = make_workload(512, None, 10, 140).requests(0.7, 10)
     engine = Engine(load_model(folder, DTYPES[dtype]), path=EXACT, config=EngineConfig(max_running=4, prefill_chunk=13))
     for request in requests:
         engine.add_request(request)

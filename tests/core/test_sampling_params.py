@@ -31,20 +31,20 @@ def test_values_at_the_limits_are_taken(settings: dict[str, Any]) -> None:
     SamplingParams(**settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("temperature", value) for value in (-1, -0.1, math.nan, math.inf, "hot", None, True, 1e-4, 1e5, 10**400)),
-        *(("top_p", value) for value in (0, 0.0, -0.5, 1.5, math.nan, "all", None, False)),
-        *(("top_k", value) for value in (0, -7, 2.0, "5", None, True, 2**40)),
-        *(("max_new_tokens", value) for value in (-1, 1.5, "8", None, True, 2**40)),
-        *(("n", value) for value in (0, -1, 2.0, None, True, MAX_COPIES + 1, 3_000_000)),
-        *(("seed", value) for value in (-1, 2**64, 1.0, "x", False)),
-        *(("stop", value) for value in ("text", ("",), (5,), (None,), None, 5, ("a",) * 65)),
-        *(("stop_token_ids", value) for value in ((-1,), (1.0,), ("a",), (True,), None, 5, "12")),
-        *(("logprobs", value) for value in ("top", None, 1, True, [])),
-    ],
-)
+BAD_VALUES: dict[str, tuple[object, ...]] = {
+    "temperature": (-1, -0.1, math.nan, math.inf, "hot", None, True, 1e-4, 1e5, 10**400),
+    "top_p": (0, 0.0, -0.5, 1.5, math.nan, "all", None, False),
+    "top_k": (0, -7, 2.0, "5", None, True, 2**40),
+    "max_new_tokens": (-1, 1.5, "8", None, True, 2**40),
+    "n": (0, -1, 2.0, None, True, MAX_COPIES + 1, 3_000_000),
+    "seed": (-1, 2**64, 1.0, "x", False),
+    "stop": ("text", ("",), (5,), (None,), None, 5, ("a",) * 65),
+    "stop_token_ids": ((-1,), (1.0,), ("a",), (True,), None, 5, "12"),
+    "logprobs": ("top", None, 1, True, []),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values])
 def test_a_bad_value_is_refused_with_field_and_value(name: str, value: object) -> None:
     with pytest.raises(RequestError) as failure:
         SamplingParams(**{name: value})  # type: ignore[arg-type]

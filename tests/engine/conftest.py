@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.support import make_engine
+from unison.engine.client import InProcessClient
 from unison.models.decoder import Decoder
 from unison.models.loading import load_model
 
@@ -20,3 +22,8 @@ def model(tiny_model_dir: Callable[..., Path]) -> Decoder:
 def own_model(tiny_model_dir: Callable[..., Path]) -> Decoder:
     """The same weights in a copy that a test may change."""
     return load_model(tiny_model_dir("qwen3"), torch.float32)
+
+
+@pytest.fixture
+def client(model: Decoder) -> InProcessClient:
+    return InProcessClient(make_engine(model))

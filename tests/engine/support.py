@@ -94,4 +94,4 @@ def piece_tokenizer(pieces: Sequence[str], *, byte_level: bool = False) -> Token
     """A tokenizer whose id i is ``pieces[i]``, joined as they are; with byte_level in GPT-2's stand-ins of bytes."""
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token=pieces[0]))
     backend.decoder = decoders.ByteLevel() if byte_level else decoders.Fuse()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"top_p": 0.9, "logprobs": "processed"},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.7, "logprobs": "raw"},
 ]
-CONFIGS: list[dict[str, int]] = [
+CONFIGS: list[dict[str, Any]] = [
     {"page_size": 1, "prefill_chunk": 1, "max_batch_tokens": 8, "max_running": 8, "kv_tokens": 512},
     {"page_size": 7, "prefill_chunk": 5, "max_batch_tokens": 17, "max_running": 3, "kv_tokens": 160},
     {"page_size": 16, "prefill_chunk": 512, "max_batch_tokens": 2048, "max_running": 64, "kv_tokens": 4096},
@@ -85,7 +85,7 @@ def check_output(model: Decoder, wanted: GenerationRequest, output: GenerationOu
 @pytest.mark.parametrize("config", CONFIGS, ids=[f"pages of {config['page_size']}" for config in CONFIGS])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_workload_gives_the_tokens_and_logprobs_of_the_naive_loop(
-    model: Decoder, config: dict[str, int], seed: int
+    model: Decoder, config: dict[str, Any], seed: int
 ) -> None:
     noise = random.Random(seed)
     requests = random_requests(noise, 14)

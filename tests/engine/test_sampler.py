@@ -132,6 +132,16 @@ def test_the_ends_of_the_unit_interval_draw_an_id_with_weight(noise: float) -> N
         assert found.item() in places
 
 
+def test_rounding_never_carries_a_draw_past_the_last_id_with_weight() -> None:
+    # Float32 block sums of half of these rows are above the sums they stand for.
+    weights = torch.rand(200, 700, generator=torch.Generator().manual_seed(4))
+    weights[:, 650:] = 0.0
+    weights[100:, 500:] = 0.0
+    noise = torch.full((200,), 1 - 2.0**-53, dtype=torch.float64)
+    found = inverse_cdf(weights, block_sums(weights), noise)
+    assert found.tolist() == [649] * 100 + [499] * 100
+
+
 def test_the_first_id_whose_running_weight_exceeds_the_noise_is_drawn() -> None:
     weights = torch.tensor([[1.0, 2.0, 0.0, 1.0]])
     noise = [0.01, 0.24, 0.25, 0.26, 0.74, 0.75, 0.99]

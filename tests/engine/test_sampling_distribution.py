@@ -64,9 +64,10 @@ def draws(
         weights = filter_weights(weights[0], settings.top_k, settings.top_p)[None]
     noise = torch.from_numpy(uniforms(seeds, positions))
     parts = [
-        inverse_cdf(weights.expand(len(u), -1), block_sums(weights).expand(len(u), -1), u) for u in noise.split(500)
+        inverse_cdf(weights.expand(len(u), -1), block_sums(weights).expand(len(u), -1), u)
+        for u in torch.split(noise, 500)
     ]
-    return torch.cat(parts).numpy()  # type: ignore[no-any-return]
+    return torch.cat(parts).numpy()
 
 
 def chi_square_p(counts: Floats, probabilities: Floats) -> float:

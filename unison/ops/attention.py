@@ -56,9 +56,13 @@ def _attend(
         q = F.pad(q, (0, 0, 0, padding))
         mask = mask if mask.shape[2] == 1 else F.pad(mask, (0, 0, 0, padding))
     keys, values = _keys_and_values(k_TKD, v_TKD, group, cache)
+    if num_sequences * num_kv_heads == 1 and torch.get_num_threads() > 1:
+        # A single piece of work is not shared out, and its matrix products then split their sums over
+        # the threads. Done twice, each piece stays with one thread.
+        q, keys, values = (x.expand(2, -1, -1, -1) for x in (q, keys, values))
     # The flash kernel is called by name: the public wrapper may choose another one by shape.
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, attn_mask=mask)[0]
-    out = out[:, :, :rows].reshape(num_sequences, num_kv_heads, num_queries, group_size, head_dim)
+    out = out[:num_sequences, :, :rows].reshape(num_sequences, num_kv_heads, num_queries, group_size, head_dim)
     return out.permute(0, 2, 1, 3, 4).reshape(num_sequences * num_queries, num_heads * head_dim)
 
 

@@ -187,6 +187,12 @@ class _Heads:
 
 
 def _check_attention(bench: _Bench) -> Iterator[str]:
+    # In bfloat16 another order of sums shows in few values only: small models are drawn several times.
+    for _ in range(min(4, max(1, 512 // (bench.shapes.num_heads * bench.shapes.head_dim)))):
+        yield from _attention_failures(bench)
+
+
+def _attention_failures(bench: _Bench) -> Iterator[str]:
     longest, shapes = max(_LENGTHS), bench.shapes
     kv = (longest, shapes.num_kv_heads, shapes.head_dim)
     heads = _Heads(bench.normal(longest, shapes.num_heads, shapes.head_dim), bench.normal(*kv), bench.normal(*kv))

@@ -137,7 +137,8 @@ class _Check:
             poison_freed_pages=True,
         )
         with _threads(axes["threads"]):
-            outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"], warm=axes["cache"] == "warm")
+            warm = axes["cache"] == "warm"
+            outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"], warm)
             trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
         num_differing, worst, num_tokens = 0, 0.0, 0
         for output, own, (tokens, logprobs) in zip(outputs, trained, reference[:count], strict=True):

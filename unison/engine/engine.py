@@ -20,8 +20,8 @@ from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed
 from unison.engine.admission import check_request, token_ids
 from unison.engine.kv_pool import KvPool
-from unison.engine.prefix_cache import PrefixCache
 from unison.engine.memory import automatic_kv_tokens
+from unison.engine.prefix_cache import PrefixCache
 from unison.engine.runner import Runner
 from unison.engine.sampler import NO_TOKEN, SamplerRow, sample
 from unison.engine.scheduler import Chunk, Scheduler

@@ -9,7 +9,7 @@ the extent; a sequence that shares a prompt with one being prefilled just now wa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from unison.config.schema import EngineConfig
@@ -77,10 +77,10 @@ class Scheduler:
         for sequence in self.running:
             if sequence.num_uncached > 1:
                 budget -= self._add_chunk(chunks, sequence, budget)
-        for sequence in self._admit(version):
-            budget -= self._add_chunk(chunks, sequence, budget)
-            if budget <= 0:
-                break
+        admitted = self._admit(version)
+        while budget > 0 and (newcomer := next(admitted, None)) is not None:
+            budget -= self._add_chunk(chunks, newcomer, budget)
+        admitted.close()
         # Neighbours in the pool can share one attention call.
         chunks.sort(key=lambda chunk: chunk.sequence.extent.start if chunk.sequence.extent else 0)
         return chunks
@@ -109,7 +109,7 @@ class Scheduler:
             self._cache.clear()
         self._cached_version = version
 
-    def _admit(self, version: int) -> Iterator[Sequence]:
+    def _admit(self, version: int) -> Generator[Sequence, None, None]:
         """Waiting sequences that may run now, oldest first; each is running when it is yielded."""
         held_back: list[Sequence] = []
         try:

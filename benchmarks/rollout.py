@@ -71,9 +71,7 @@ def run_unison(model: str, dtype: str, numerics: str, workload: dict[str, Any]) 
                 for k in range(copies):
                     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, seed=1000 * i + k)
                     engine.add_request(
-                        GenerationRequest(
-                            request_id=f"{i}/{k}", prompt_ids=tuple(histories[i]), sampling=sampling
-                        )
+                        GenerationRequest(request_id=f"{i}/{k}", prompt_ids=tuple(histories[i]), sampling=sampling)
                     )
             for output in engine.run():
                 num_tokens += len(output.token_ids)

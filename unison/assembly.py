@@ -19,12 +19,12 @@ from unison.data.source import load_source
 from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
 from unison.engine.engine import Engine
-from unison.observability.environment import available_cores
 from unison.models.loading import load_model, read_config
 from unison.models.numerics import NumericsChoice, choose_numerics
 from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
+from unison.observability.environment import available_cores
 from unison.rewards.base import load_reward
 from unison.rollout.collect import PromptTask
 from unison.text.tokenizer import Tokenizer
@@ -172,4 +172,3 @@ def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir
         reference=reference,
         dump_dir=dump_dir,
     )
-

@@ -246,9 +246,7 @@ class Run:
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.config.eval.every
-        return bool(self.parts.eval_tasks) and (
-            step == self.config.trainer.steps or (every > 0 and step % every == 0)
-        )
+        return bool(self.parts.eval_tasks) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.parts.tokenizer.decode(ids, skip_special=False)

@@ -112,7 +112,7 @@ def test_a_folder_without_weights_is_a_typed_error(tmp_path: Path) -> None:
 
 def cell(**axes: Any) -> dict[str, Any]:
     return {
-        "batch": 2, "chunk": 4, "page": 16, "threads": 1, "temperature": 1.0, "arrival": "at once",
+        "batch": 2, "chunk": 4, "page": 16, "threads": 1, "temperature": 1.0, "arrival": "at once", "cache": "off",
     } | axes  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def watched(model: Decoder, arrival: str, **config: int) -> tuple[Witness, list[
         )
         for i, length in enumerate((4, 14, 5, 9))
     ]
-    settings = {"max_running": 2, "prefill_chunk": 4, "kv_tokens": 512} | config
+    settings = {"max_running": 2, "prefill_chunk": 4, "kv_tokens": 512, "prefix_cache": False} | config
     _, seen = exactness._generate(model, requests, EXACT, EngineConfig(**settings), arrival)  # type: ignore[arg-type]
     return seen, requests
 
@@ -152,6 +152,8 @@ def test_the_counters_bear_out_a_cell_that_ran_as_named(model: Decoder) -> None:
         {"temperature": 0.7},
         {"arrival": "reversed"},
         {"arrival": "staggered"},
+        {"cache": "cold"},
+        {"cache": "warm"},
     ],
 )
 def test_the_counters_disprove_a_cell_that_ran_otherwise(model: Decoder, claimed: dict[str, Any]) -> None:
@@ -163,6 +165,12 @@ def test_the_counters_disprove_chunks_that_held_the_whole_prompt(model: Decoder)
     seen, requests = watched(model, "at once", prefill_chunk=64)
     assert not seen.proves(cell(chunk=7), requests)
     assert seen.proves(cell(chunk=512), requests)
+
+
+def test_the_counters_bear_out_a_cache_that_was_hit(model: Decoder) -> None:
+    seen, requests = watched(model, "at once", prefix_cache=True)
+    assert seen.proves(cell(cache="cold"), requests), seen.line()
+    assert not seen.proves(cell(cache="off"), requests)
 
 
 def trainer_logprobs(model: Decoder, rows: Sequence[TrainingRow], budget: int) -> list[float]:

@@ -40,8 +40,9 @@ def make_engine(
 
 def assert_idle(engine: Engine) -> None:
     """Nothing is left in the engine, and every page is free."""
-    engine.pool.check()
+    engine.check()
     assert not engine.has_work
+    engine.flush_cache()
     assert engine.pool.num_free_pages == engine.pool.num_pages
 
 

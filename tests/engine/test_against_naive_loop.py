@@ -65,9 +65,7 @@ def serve(engine: Engine, requests: list[GenerationRequest], noise: random.Rando
         for output in engine.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output
-        engine.pool.check()
-        owned = sum(s.extent.num_pages for s in engine.scheduler.running if s.extent)
-        assert engine.pool.num_free_pages == engine.pool.num_pages - owned
+        engine.check()
     return outputs
 
 

@@ -118,11 +118,9 @@ def test_a_raising_reward_makes_samples_unscorable_and_training_goes_on(
     assert all(record["advantage"] == 0 and record["reward"] is None for record in failed)
 
 
-def test_a_reward_that_never_scores_stops_the_run_with_its_reason(
-    tiny_model_dir: TinyModelDir, tmp_path: Path
-) -> None:
+def test_a_reward_that_never_scores_stops_the_run_with_its_reason(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     for i, problems in enumerate((5, 0)):
-        with pytest.raises(RewardError, match="none of the first.*the grader is broken"):
+        with pytest.raises(RewardError, match=r"none of the first.*the grader is broken"):
             run(
                 tiny_model_dir(),
                 tmp_path / str(i),

@@ -179,5 +179,6 @@ def test_a_bad_task_among_good_ones_leaves_the_engine_usable(tiny_model_dir: Cal
         with pytest.raises(RequestError, match="request bad/0"):
             gather(client, [*TASKS, bad])
         assert len(gather(client)) == 6
-        engine.pool.check()
+        engine.check()
+        engine.flush_cache()
         assert engine.pool.num_free_pages == engine.pool.num_pages

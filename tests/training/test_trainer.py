@@ -226,7 +226,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_writes_the_batch(
     with torch.no_grad():
         next(iter(trainer.model.parameters()))[rows[0].token_ids[0]] = math.nan
     before = {name: p.detach().clone() for name, p in trainer.masters.parameters.items()}
-    with pytest.raises(NonFiniteError, match="no weight was changed.*batch-1.jsonl"):
+    with pytest.raises(NonFiniteError, match=r"no weight was changed.*batch-1\.jsonl"):
         trainer.step(rows)
     for name, parameter in trainer.masters.parameters.items():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num())

@@ -1,7 +1,7 @@
 """Proves that rollout equals training to the last bit, over everything that must not matter.
 
 Each cell runs the same requests through an engine under other circumstances (company, chunks, pages,
-threads, order of arrival) and compares every token and log-prob with one reference: the trainer's
+threads, order of arrival, prefix cache) and compares every token and log-prob with one reference: the trainer's
 forward pass over the finished sequences. Counters prove that the circumstance really occurred. A
 negative control runs stock, unpadded operators and has to differ.
 """
@@ -39,6 +39,7 @@ AXES: dict[str, Sequence[Any]] = {
     "threads": (1, 2),
     "temperature": (0.7, 1.0),
     "arrival": ("at once", "reversed", "staggered"),
+    "cache": ("off", "cold", "warm"),
 }
 _NUM_ALONE = 6
 _PACK_TOKENS = 2048
@@ -132,10 +133,12 @@ class _Check:
             max_batch_tokens=1024,
             prefill_chunk=axes["chunk"],
             page_size=axes["page"],
+            prefix_cache=axes["cache"] != "off",
             poison_freed_pages=True,
         )
         with _threads(axes["threads"]):
-            outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"])
+            warm = axes["cache"] == "warm"
+            outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"], warm)
             trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
         num_differing, worst, num_tokens = 0, 0.0, 0
         for output, own, (tokens, logprobs) in zip(outputs, trained, reference[:count], strict=True):
@@ -177,8 +180,13 @@ def _generate(
     path: NumericsPath,
     config: EngineConfig,
     arrival: str = "at once",
+    warm: bool = False,
 ) -> tuple[list[GenerationOutput], Witness]:
     engine = Engine(model, path=path, config=config)
+    if warm:
+        for request in requests:
+            engine.add_request(request)
+        engine.run()
     seen = Witness(engine)
     outputs: dict[str, GenerationOutput] = {}
     pending = list(reversed(requests)) if arrival == "reversed" else list(requests)
@@ -191,8 +199,9 @@ def _generate(
         del pending[:at_once]
         for output in engine.step():
             outputs[output.request_id] = output
+            seen.answer(output)
         seen.step()
-        engine.pool.check()
+        engine.check()
     return [outputs[request.request_id] for request in requests], seen
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unison.core.records import GenerationRequest
+from unison.core.records import GenerationOutput, GenerationRequest
 from unison.engine.engine import Engine
 
 
@@ -21,6 +21,7 @@ class Witness:
         self._threads: set[int] = set()
         self._num_joined = 0
         self._num_pages = 0
+        self._num_hits = 0
 
     def arrival(self) -> None:
         """A request was just queued."""
@@ -34,26 +35,45 @@ class Witness:
             if sequence.extent is not None:
                 self._num_pages = max(self._num_pages, sequence.extent.num_pages)
 
+    def answer(self, output: GenerationOutput) -> None:
+        """A request just ended."""
+        self._num_hits += output.num_cached_tokens
+
     def line(self) -> str:
         stats = self._engine.stats
         return (
             f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes)} up to {stats.max_batch_sequences}, "
             f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}, joined {self._num_joined}, "
-            f"pages {self._num_pages}, threads {max(self._threads, default=0)}"
+            f"pages {self._num_pages}, threads {max(self._threads, default=0)}, cached tokens {self._num_hits}"
         )
 
     def proves(self, axes: Mapping[str, Any], requests: Sequence[GenerationRequest]) -> bool:
         """Whether each axis value of the cell is borne out by what was seen."""
         stats, sent = self._engine.stats, [request.request_id for request in requests]
         occurred = {
-            "batch": stats.max_batch_sequences == min(axes["batch"], len(requests))
+            "batch": self._is_full(min(axes["batch"], len(requests)), axes["cache"])
             and (axes["batch"] == 1 or len(stats.batch_sizes) > 1),
             "chunk": axes["chunk"] == 512
             or (stats.num_partial_chunks > 0 and (axes["batch"] == 1 or stats.num_mixed_steps > 0)),
             "page": self._engine.pool.page_size == axes["page"] and self._num_pages > 1,
             "threads": self._threads == {axes["threads"]},
             "temperature": set(self._started.values()) == {axes["temperature"]},
-            "arrival": list(self._started) == (sent[::-1] if axes["arrival"] == "reversed" else sent)
+            "arrival": self._started_in(sent[::-1] if axes["arrival"] == "reversed" else sent, axes["cache"])
             and (self._num_joined > 0) == (axes["arrival"] == "staggered"),
+            "cache": {
+                "off": self._num_hits == 0,
+                "cold": self._num_hits > 0,
+                "warm": self._num_hits >= sum(len(request.prompt_ids) - 1 for request in requests),
+            }[axes["cache"]],
         }
         return all(occurred[axis] for axis in axes)
+
+    def _is_full(self, size: int, cache: str) -> bool:
+        """The batch filled up; with a cold cache, but for the few that waited for their own prompt."""
+        return size * (1.0 if cache == "off" else 0.9) <= self._engine.stats.max_batch_sequences <= size
+
+    def _started_in(self, order: list[str], cache: str) -> bool:
+        """Requests began in this order; with a cache, those that waited for their own prompt began later."""
+        if cache == "off":
+            return list(self._started) == order
+        return next(iter(self._started)) == order[0] and set(self._started) == set(order)

@@ -47,7 +47,8 @@ class Workload:
 def make_workload(vocab_size: int, tokenizer: Tokenizer | None, count: int, longest_prompt: int) -> Workload:
     """``count`` prompts of at most ``longest_prompt`` tokens, each answered with 4 to 24 tokens.
 
-    The long ones first, so that the first few hold some: then natural texts, then short ones of mixed lengths.
+    The long ones first, so that the first few hold some: then natural texts, then short ones of mixed lengths. Some
+    prompts stand twice in a row.
     """
     noise = random.Random(7)
     long = [length for length in _LONG if length <= longest_prompt]
@@ -62,6 +63,9 @@ def make_workload(vocab_size: int, tokenizer: Tokenizer | None, count: int, long
         *texts,
         *(_random_ids(noise, vocab_size, length) for length in short),
     ]
+    for i in range(3, count, 16):
+        # Two samples of one prompt: the second may share what the first computed.
+        prompts.insert(i, prompts[i - 1])
     return Workload(tuple(prompts[:count]), tuple(noise.randint(4, 24) for _ in prompts[:count]))
 
 

@@ -101,6 +101,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ] = 2048
     prefill_chunk: Annotated[int, Meta(ge=1, description="Most tokens of one prompt prefilled in one step.")] = 512
     max_waiting: Annotated[int, Meta(ge=1, description="Requests that may wait; more are refused.")] = 100_000
+    prefix_cache: Annotated[
+        bool, Meta(description="Keep keys and values of finished requests for later ones that begin alike.")
+    ] = True
     poison_freed_pages: Annotated[
         bool, Meta(description="Debugging: fill freed pages with NaN, so that a stale read shows.")
     ] = False

@@ -86,6 +86,8 @@ class GenerationOutput:
     weight_versions: list[VersionRun]
     kv_versions: list[VersionRun]
     sampling: SamplingParams
+    num_cached_tokens: int = 0
+    """Leading tokens whose keys and values came from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

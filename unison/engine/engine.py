@@ -21,6 +21,7 @@ from unison.core.seeds import copy_seed
 from unison.engine.admission import check_request, token_ids
 from unison.engine.kv_pool import KvPool
 from unison.engine.memory import automatic_kv_tokens
+from unison.engine.prefix_cache import PrefixCache
 from unison.engine.runner import Runner
 from unison.engine.sampler import NO_TOKEN, SamplerRow, sample
 from unison.engine.scheduler import Chunk, Scheduler
@@ -63,7 +64,8 @@ class Engine:
         self.pool = KvPool(
             model.spec, num_tokens, self.config.page_size, model.dtype, poison_freed=self.config.poison_freed_pages
         )
-        self.scheduler = Scheduler(self.config, self.pool, path)
+        self.cache = PrefixCache(self.pool) if self.config.prefix_cache else None
+        self.scheduler = Scheduler(self.config, self.pool, path, self.cache)
         self.stats = EngineStats()
         self._runner = Runner(model, self.pool, path)
         self._sequences: dict[str, Sequence] = {}
@@ -208,6 +210,17 @@ class Engine:
         with self._lock:
             return transaction.commit(expected_checksum)
 
+    def check(self) -> None:
+        """Raise RuntimeError unless every page is free, owned by one sequence, or held by the cache as counted."""
+        with self._lock:
+            self.pool.check(self.cache.check(self.pool.page_size) if self.cache is not None else 0)
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their own keys and values."""
+        with self._lock:
+            if self.cache is not None:
+                self.cache.clear()
+
     def _copies(self, prompt: str | Items[int], sampling: SamplingParams) -> list[GenerationRequest]:
         prompt_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else token_ids(prompt)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -235,7 +248,7 @@ class Engine:
             raise EngineStateError(
                 "the weights are incomplete: an in_place update began and was not committed; commit a complete update"
             )
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule(self.weights.version)
         if chunks:
             broken = self._process(chunks, self._runner.run(chunks))
             self._collect()
@@ -248,6 +261,9 @@ class Engine:
         sampling_chunks = [chunk for chunk in chunks if chunk.samples]
         for chunk in chunks:
             chunk.sequence.record_cached(chunk.count, version)
+            if chunk.samples and len(chunk.sequence.token_ids) == chunk.sequence.num_prior:
+                # The prompt is done: whoever waits for the same one can take it now.
+                self.scheduler.cache_tokens(chunk.sequence, version)
         broken: list[str] = []
         if sampling_chunks:
             sequences = [chunk.sequence for chunk in sampling_chunks]
@@ -271,6 +287,6 @@ class Engine:
         )
 
     def _collect(self) -> None:
-        for sequence in self.scheduler.remove_finished():
+        for sequence in self.scheduler.remove_finished(self.weights.version):
             del self._sequences[sequence.request_id]
             self._ended.append(sequence.output())

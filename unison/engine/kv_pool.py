@@ -11,9 +11,9 @@ Layout of each layer: keys and values [K kv heads, pool tokens, D head dim].
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from unison.core.errors import CapacityError
@@ -43,7 +43,11 @@ class Extent:
 
 
 class KvPool:
-    """Pages of keys and values, handed out as extents, lowest address first."""
+    """Pages of keys and values, handed out as extents, lowest address first.
+
+    Pages are counted: an extent holds one reference to each of its pages, and so does every node of
+    the prefix cache that spans it. A page is free when nobody holds it.
+    """
 
     def __init__(
         self, spec: DecoderSpec, num_tokens: int, page_size: int, dtype: torch.dtype, *, poison_freed: bool = False
@@ -55,9 +59,7 @@ class KvPool:
             (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)) for _ in range(spec.num_layers)
         ]
         self._poison_freed = poison_freed
-        # Free runs as parallel sorted lists: first page, and number of pages.
-        self._free_first: list[int] = [0]
-        self._free_count: list[int] = [self.num_pages]
+        self._references = np.zeros(self.num_pages, dtype=np.int32)
         self._owned: dict[int, Extent] = {}
 
     @property
@@ -66,7 +68,7 @@ class KvPool:
 
     @property
     def num_free_pages(self) -> int:
-        return sum(self._free_count)
+        return int((self._references == 0).sum())
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -86,56 +88,80 @@ class KvPool:
         if num_tokens < 1:
             raise ValueError(f"{num_tokens} tokens cannot be allocated; at least one is needed")
         needed = self.check_fits(num_tokens)
-        for i, count in enumerate(self._free_count):
-            if count >= needed:
-                extent = Extent(self._take(i, needed), needed, self.page_size)
-                self._owned[extent.first_page] = extent
-                # Attention reads whole blocks and masks the tail; a mask does not stop 0 x NaN.
-                self._fill(extent, 0.0)
-                return extent
-        return None
+        first = self._first_fit(needed)
+        if first is None:
+            return None
+        extent = Extent(first, needed, self.page_size)
+        self._references[first : first + needed] = 1
+        self._owned[first] = extent
+        # Attention reads whole blocks and masks the tail; a mask does not stop 0 x NaN.
+        self._fill(first, first + needed, 0.0)
+        return extent
 
     def free(self, extent: Extent) -> None:
+        """Give an extent back; pages that the prefix cache holds too stay as they are."""
         if self._owned.get(extent.first_page) != extent:
             raise ValueError(f"{extent} is not allocated")
         del self._owned[extent.first_page]
+        self._drop(extent.first_page, extent.first_page + extent.num_pages)
+
+    def retain(self, slot: int, num_tokens: int) -> None:
+        """Take one more reference to each page under pool tokens [slot, slot + num_tokens)."""
+        first, last = self._pages(slot, num_tokens)
+        if not (self._references[first:last] > 0).all():
+            raise ValueError(f"pages {first} to {last - 1} are not all in use")
+        self._references[first:last] += 1
+
+    def release(self, slot: int, num_tokens: int) -> int:
+        """Drop one reference to each page under the range; the number of pages that became free."""
+        return self._drop(*self._pages(slot, num_tokens))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the keys and values of ``count`` tokens from pool token ``source`` on to ``target`` on."""
+        for layer in self.layers:
+            for held in layer:
+                held[:, target : target + count] = held[:, source : source + count]
+
+    def check(self, num_cache_references: int | None = None) -> None:
+        """Raise RuntimeError unless extents are apart and the references add up.
+
+        ``num_cache_references``: page references that the prefix cache says it holds.
+        """
+        owners = np.zeros(self.num_pages, dtype=np.int32)
+        for extent in self._owned.values():
+            owners[extent.first_page : extent.first_page + extent.num_pages] += 1
+        if owners.max(initial=0) > 1:
+            raise RuntimeError(f"page {int(owners.argmax())} has two owners")
+        others = self._references - owners
+        if others.min(initial=0) < 0:
+            raise RuntimeError(f"page {int(others.argmin())} is owned but counted as free")
+        if num_cache_references is not None and int(others.sum()) != num_cache_references:
+            raise RuntimeError(f"{int(others.sum())} page references beside the owners', {num_cache_references} known")
+
+    def _first_fit(self, needed: int) -> int | None:
+        """First page of the lowest run of ``needed`` free pages."""
+        free = np.zeros(self.num_pages + 2, dtype=np.int8)
+        free[1:-1] = self._references == 0
+        edges = np.diff(free)
+        starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        fitting = np.flatnonzero(ends - starts >= needed)
+        return int(starts[fitting[0]]) if len(fitting) else None
+
+    def _pages(self, slot: int, num_tokens: int) -> tuple[int, int]:
+        return slot // self.page_size, -(-(slot + num_tokens) // self.page_size)
+
+    def _drop(self, first: int, last: int) -> int:
+        held = self._references[first:last]
+        if not (held > 0).all():
+            raise ValueError(f"pages {first} to {last - 1} are not all in use")
+        held -= 1
+        freed = np.flatnonzero(held == 0)
         if self._poison_freed:
-            self._fill(extent, float("nan"))
-        i = bisect.bisect(self._free_first, extent.first_page)
-        self._free_first.insert(i, extent.first_page)
-        self._free_count.insert(i, extent.num_pages)
-        self._merge(i)
-        if i > 0:
-            self._merge(i - 1)
+            for page in freed:
+                self._fill(first + int(page), first + int(page) + 1, float("nan"))
+        return len(freed)
 
-    def check(self) -> None:
-        """Raise RuntimeError unless every page is free or owned, and by one extent only."""
-        state = bytearray(self.num_pages)
-        runs = list(zip(self._free_first, self._free_count, strict=True))
-        runs += [(extent.first_page, extent.num_pages) for extent in self._owned.values()]
-        for first, count in runs:
-            for page in range(first, first + count):
-                if state[page]:
-                    raise RuntimeError(f"page {page} has two owners")
-                state[page] = 1
-        if sum(state) != self.num_pages:
-            raise RuntimeError(f"{self.num_pages - sum(state)} pages have no owner")
-
-    def _take(self, i: int, needed: int) -> int:
-        first = self._free_first[i]
-        if self._free_count[i] == needed:
-            del self._free_first[i], self._free_count[i]
-        else:
-            self._free_first[i] += needed
-            self._free_count[i] -= needed
-        return first
-
-    def _merge(self, i: int) -> None:
-        if i + 1 < len(self._free_first) and self._free_first[i] + self._free_count[i] == self._free_first[i + 1]:
-            self._free_count[i] += self._free_count[i + 1]
-            del self._free_first[i + 1], self._free_count[i + 1]
-
-    def _fill(self, extent: Extent, value: float) -> None:
+    def _fill(self, first: int, last: int, value: float) -> None:
         for keys, values in self.layers:
-            keys[:, extent.start : extent.start + extent.capacity] = value
-            values[:, extent.start : extent.start + extent.capacity] = value
+            keys[:, first * self.page_size : last * self.page_size] = value
+            values[:, first * self.page_size : last * self.page_size] = value

@@ -2,19 +2,25 @@
 
 Every step takes one token of each decoding sequence and fills the rest of its token budget with
 prompt chunks, first come first served. A sequence is admitted when its whole extent fits, so that
-nothing admitted ever has to be pushed back.
+nothing admitted ever has to be pushed back. What the prefix cache holds of its tokens is copied into
+the extent; a sequence that shares a prompt with one being prefilled just now waits for that one.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from unison.config.schema import EngineConfig
 from unison.core.errors import RequestError
-from unison.engine.kv_pool import KvPool
+from unison.engine.kv_pool import Extent, KvPool
+from unison.engine.prefix_cache import PrefixCache
 from unison.engine.sequence import Sequence
 from unison.ops.padding import NumericsPath
+
+_MIN_SHARED = 8
+"""Fewer tokens than these are computed again rather than waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +38,14 @@ class Chunk:
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, pool: KvPool, path: NumericsPath) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: KvPool, path: NumericsPath, cache: PrefixCache | None = None
+    ) -> None:
         self._config = config
         self._pool = pool
         self._path = path
+        self._cache = cache
+        self._cached_version = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -56,41 +66,120 @@ class Scheduler:
         """Pool tokens the sequence may come to read, block padding included."""
         return self._path.pad_keys(sequence.max_tokens)
 
-    def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, in the order of their place in the pool."""
+    def schedule(self, version: int = 0) -> list[Chunk]:
+        """The chunks of the next step, in the order of their place in the pool.
+
+        ``version`` is that of the weights: only what they computed is taken from the cache.
+        """
+        self._forget_older_than(version)
         chunks = [Chunk(s, s.num_cached, 1) for s in self.running if s.num_uncached == 1]
         budget = self._config.max_batch_tokens - len(chunks)
         for sequence in self.running:
             if sequence.num_uncached > 1:
                 budget -= self._add_chunk(chunks, sequence, budget)
-        while budget > 0 and self.waiting and len(self.running) < self._config.max_running:
-            if not self._admit(self.waiting[0]):
-                break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            budget -= self._add_chunk(chunks, sequence, budget)
+        admitted = self._admit(version)
+        while budget > 0 and (newcomer := next(admitted, None)) is not None:
+            budget -= self._add_chunk(chunks, newcomer, budget)
+        admitted.close()
         # Neighbours in the pool can share one attention call.
         chunks.sort(key=lambda chunk: chunk.sequence.extent.start if chunk.sequence.extent else 0)
         return chunks
 
-    def remove_finished(self) -> list[Sequence]:
-        """Take finished sequences out of the queue and the batch, and give their pages back."""
+    def remove_finished(self, version: int = 0) -> list[Sequence]:
+        """Take finished sequences out of the queue and the batch; their pages go to the cache or back."""
         finished = [s for s in self.waiting if s.finish_reason] + [s for s in self.running if s.finish_reason]
         if finished:
             self.waiting = deque(s for s in self.waiting if not s.finish_reason)
             self.running = [s for s in self.running if not s.finish_reason]
         for sequence in finished:
             if sequence.extent is not None:
+                self.cache_tokens(sequence, version)
                 self._pool.free(sequence.extent)
                 sequence.extent = None
         return finished
 
-    def _admit(self, sequence: Sequence) -> bool:
-        sequence.extent = self._pool.allocate(self.extent_tokens(sequence))
-        return sequence.extent is not None
+    def cache_tokens(self, sequence: Sequence, version: int) -> None:
+        """Remember the sequence's keys and values for others, if these weights computed all of them."""
+        own = sequence.kv_versions
+        if self._cache is not None and sequence.extent is not None and len(own) == 1 and own[0].version == version:
+            self._cache.insert(version, sequence.token_ids[: sequence.num_cached], sequence.extent.start)
+
+    def _forget_older_than(self, version: int) -> None:
+        if self._cache is not None and version != self._cached_version:
+            self._cache.clear()
+        self._cached_version = version
+
+    def _admit(self, version: int) -> Generator[Sequence, None, None]:
+        """Waiting sequences that may run now, oldest first; each is running when it is yielded."""
+        held_back: list[Sequence] = []
+        try:
+            while self.waiting and max(len(self.running), len(held_back)) < self._config.max_running:
+                sequence = self.waiting.popleft()
+                if self._prompt_is_under_way(sequence, version):
+                    held_back.append(sequence)
+                    continue
+                if not self._place(sequence, version):
+                    held_back.append(sequence)
+                    break
+                self.running.append(sequence)
+                yield sequence
+        finally:
+            self.waiting.extendleft(reversed(held_back))
+
+    def _prompt_is_under_way(self, sequence: Sequence, version: int) -> bool:
+        """Whether a running sequence is computing a longer prefix of this one than the cache holds."""
+        if self._cache is None:
+            return False
+        shared = max((_num_shared(sequence, s) for s in self.running if s.num_uncached > 1), default=0)
+        if shared < _MIN_SHARED:
+            return False
+        return shared > self._cache.match(version, sequence.token_ids, _most_usable(sequence)).num_tokens
+
+    def _place(self, sequence: Sequence, version: int) -> bool:
+        """Give the sequence its extent and fill it with what the cache holds; False where there is no room."""
+        if self._cache is None:
+            sequence.extent = self._pool.allocate(self.extent_tokens(sequence))
+            return sequence.extent is not None
+        match = self._cache.match(version, sequence.token_ids, _most_usable(sequence))
+        self._cache.lock(match)
+        try:
+            extent = self._allocate(self.extent_tokens(sequence), self._cache)
+            if extent is None:
+                return False
+            at = extent.start
+            for run in match.runs:
+                self._pool.copy(run.slot, at, run.count)
+                at += run.count
+        finally:
+            self._cache.unlock(match)
+        sequence.extent = extent
+        sequence.take_from_cache(match.num_tokens, version)
+        return True
+
+    def _allocate(self, num_tokens: int, cache: PrefixCache) -> Extent | None:
+        """Room for num_tokens, evicting cached prefixes until there is a run of pages long enough."""
+        extent = self._pool.allocate(num_tokens)
+        while extent is None and cache.evict(1):
+            extent = self._pool.allocate(num_tokens)
+        return extent
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncached, self._config.prefill_chunk, budget)
         if count > 0:
             chunks.append(Chunk(sequence, sequence.num_cached, count))
         return max(count, 0)
+
+
+def _most_usable(sequence: Sequence) -> int:
+    """Tokens that may come from the cache: all but the last, whose logits are wanted."""
+    return len(sequence.token_ids) - 1
+
+
+def _num_shared(sequence: Sequence, other: Sequence) -> int:
+    """Length of the common prefix with the prompt that ``other`` is computing."""
+    count = 0
+    for own, theirs in zip(sequence.token_ids[:-1], other.token_ids, strict=False):
+        if own != theirs:
+            break
+        count += 1
+    return count

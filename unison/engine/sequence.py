@@ -38,6 +38,8 @@ class Sequence:
         self.num_prior = len(request.prompt_ids) + len(request.output_ids)
         """Tokens that were there when the request came; those after them are sampled here."""
         self.num_cached = 0
+        self.num_cache_hits = 0
+        """Tokens whose keys and values came from the prefix cache."""
         self.extent: Extent | None = None
         self.logprobs: list[float] = []
         self.weight_versions: list[VersionRun] = []
@@ -70,6 +72,11 @@ class Sequence:
         """Most tokens whose keys and values are ever needed; the last sampled one is never read."""
         return max(1, len(self.request.prompt_ids) + self.max_new_tokens - 1)
 
+    def take_from_cache(self, count: int, version: int) -> None:
+        """The first ``count`` tokens were copied from the prefix cache."""
+        self.num_cache_hits = count
+        self.record_cached(count, version)
+
     def record_cached(self, count: int, version: int) -> None:
         self.num_cached += count
         extend_runs(self.kv_versions, version, count)
@@ -99,6 +106,7 @@ class Sequence:
             weight_versions=self.weight_versions,
             kv_versions=self.kv_versions,
             sampling=self.request.sampling,
+            num_cached_tokens=self.num_cache_hits,
         )
 
     def _take(self, token: int) -> None:

@@ -61,9 +61,7 @@ class Trainer:
         self._dump_dir = dump_dir
         self._optimizer = _adamw(self.masters, config)
 
-    def step(
-        self, rows: Sequence[TrainingRow], on_progress: Callable[[int, int], None] | None = None
-    ) -> StepTotals:
+    def step(self, rows: Sequence[TrainingRow], on_progress: Callable[[int, int], None] | None = None) -> StepTotals:
         """Forward and backward over all micro-batches, then one update.
 
         Rows are the whole global batch: every token's loss is divided by the batch's own number of

@@ -1,0 +1,248 @@
+"""Keys and values that outlive their request: a radix tree over token ids.
+
+A node holds a run of tokens and where their keys and values lie in the pool; a path from a root
+spells a prefix. Roots are namespaces (weight version, adapter), so what another policy computed can
+never be hit. Hits are token-granular, whatever the page size: a match may end inside a node.
+
+The tree holds references to pages. A page is shared by the nodes it spans and by the running
+sequence that wrote it; it is free when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+Namespace = Hashable
+TokenKey = Hashable
+"""A token's key: its id, or (id, content hash) where an image stands behind it."""
+
+
+class PageHolder(Protocol):
+    """What the tree needs of a pool: references to the pages under a range of pool tokens."""
+
+    def retain(self, slot: int, num_tokens: int) -> None: ...
+
+    def release(self, slot: int, num_tokens: int) -> int:
+        """Drop one reference to each page; the number of pages that became free."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRun:
+    """``count`` tokens of a prefix whose keys and values lie at pool tokens [slot, slot + count)."""
+
+    slot: int
+    count: int
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    tokens: list[TokenKey]
+    slot: int
+    parent: Node | None
+    children: dict[TokenKey, Node] = field(default_factory=dict)
+    num_locks: int = 0
+    last_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of some tokens. Lock it for as long as its pages are read."""
+
+    runs: tuple[CachedRun, ...]
+    node: Node
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(run.count for run in self.runs)
+
+
+class PrefixCache:
+    """match, lock, insert, evict. Knows pages only through ``holder``."""
+
+    def __init__(self, holder: PageHolder) -> None:
+        self._holder = holder
+        self._roots: dict[Namespace, Node] = {}
+        self._clock = count(1)
+        # Leaves by last use. Entries go stale when a node is used again or grows children; they are
+        # dropped or pushed back when they surface, so an eviction costs O(log n), not a walk.
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._ties = count()
+        self.num_tokens = 0
+        """Tokens held, over all namespaces."""
+        self.num_evicted_tokens = 0
+
+    def match(self, namespace: Namespace, tokens: Sequence[TokenKey], limit: int | None = None) -> Match:
+        """The longest cached prefix of tokens[:limit], marked as used now."""
+        node = self._root(namespace)
+        runs: list[CachedRun] = []
+        at, end = 0, len(tokens) if limit is None else min(limit, len(tokens))
+        now = next(self._clock)
+        node.last_used = now
+        while at < end:
+            child = node.children.get(tokens[at])
+            if child is None:
+                break
+            shared = _common(child.tokens, tokens, at, end)
+            child.last_used = now
+            runs.append(CachedRun(child.slot, shared))
+            at += shared
+            node = child
+            if shared < len(child.tokens):
+                break
+        return Match(tuple(runs), node)
+
+    def lock(self, match: Match) -> None:
+        """Keep the matched nodes from being evicted."""
+        self._add_locks(match.node, 1)
+
+    def unlock(self, match: Match) -> None:
+        self._add_locks(match.node, -1)
+
+    def insert(self, namespace: Namespace, tokens: Sequence[TokenKey], slot: int) -> int:
+        """Remember that the keys and values of tokens lie at [slot, slot + len(tokens)).
+
+        What the tree already holds is kept where it is; only the new tail is taken, with references
+        to its pages. Returns the number of tokens that were new.
+        """
+        node, at, now = self._root(namespace), 0, next(self._clock)
+        while at < len(tokens):
+            child = node.children.get(tokens[at])
+            if child is None:
+                self._attach(node, list(tokens[at:]), slot + at, now)
+                return len(tokens) - at
+            shared = _common(child.tokens, tokens, at, len(tokens))
+            if shared < len(child.tokens):
+                if at + shared == len(tokens):
+                    child.last_used = now
+                    return 0
+                child = self._split(child, shared)
+            child.last_used = now
+            at += shared
+            node = child
+        return 0
+
+    def evict(self, num_pages: int) -> int:
+        """Let go of least recently used leaves until num_pages became free, or nothing is left to evict."""
+        num_freed = 0
+        while num_freed < num_pages:
+            leaf = self._pop_leaf()
+            if leaf is None:
+                break
+            num_freed += self._drop(leaf)
+        return num_freed
+
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget one namespace, or all. Locked nodes are given up by their holders' next unlock."""
+        for name in [namespace] if namespace is not None else list(self._roots):
+            root = self._roots.pop(name, None)
+            if root is not None:
+                self._release_below(root)
+
+    def check(self, page_size: int) -> int:
+        """Raise RuntimeError unless the tree is a radix tree and its counts are right.
+
+        Returns the page references its nodes hold, for the pool to compare.
+        """
+        total, num_references = 0, 0
+        for root in self._roots.values():
+            stack = list(root.children.items())
+            while stack:
+                first, node = stack.pop()
+                if not node.tokens or node.tokens[0] != first:
+                    raise RuntimeError(f"node at slot {node.slot} hangs under the wrong token")
+                if node.parent is None or node.parent.children.get(first) is not node:
+                    raise RuntimeError(f"node at slot {node.slot} is not known to its parent")
+                if node.num_locks < sum(child.num_locks for child in node.children.values()):
+                    raise RuntimeError(f"node at slot {node.slot} has fewer locks than its children")
+                total += len(node.tokens)
+                num_references += -(-(node.slot + len(node.tokens)) // page_size) - node.slot // page_size
+                stack += node.children.items()
+        if total != self.num_tokens:
+            raise RuntimeError(f"the tree holds {total} tokens but counts {self.num_tokens}")
+        return num_references
+
+    def _root(self, namespace: Namespace) -> Node:
+        return self._roots.setdefault(namespace, Node([], 0, None))
+
+    def _attach(self, parent: Node, tokens: list[TokenKey], slot: int, now: int) -> None:
+        node = Node(tokens, slot, parent, last_used=now)
+        parent.children[tokens[0]] = node
+        self._holder.retain(slot, len(tokens))
+        self.num_tokens += len(tokens)
+        self._push_leaf(node)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut a node in two; returns the upper half. A page under the cut gains a reference."""
+        upper = Node(node.tokens[:at], node.slot, node.parent, num_locks=node.num_locks, last_used=node.last_used)
+        if node.parent is not None:
+            node.parent.children[upper.tokens[0]] = upper
+        self._holder.retain(node.slot, at)
+        self._holder.retain(node.slot + at, len(node.tokens) - at)
+        self._holder.release(node.slot, len(node.tokens))
+        node.tokens = node.tokens[at:]
+        node.slot += at
+        node.parent = upper
+        upper.children[node.tokens[0]] = node
+        return upper
+
+    def _add_locks(self, node: Node, change: int) -> None:
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            at.num_locks += change
+            if at.num_locks < 0:
+                raise RuntimeError(f"node at slot {at.slot} was unlocked more often than locked")
+            if at.num_locks == 0 and not at.children:
+                self._push_leaf(at)
+            at = at.parent
+
+    def _push_leaf(self, node: Node) -> None:
+        heapq.heappush(self._leaves, (node.last_used, next(self._ties), node))
+
+    def _pop_leaf(self) -> Node | None:
+        while self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            parent = node.parent
+            if node.children or node.num_locks or parent is None or parent.children.get(node.tokens[0]) is not node:
+                continue
+            if used != node.last_used:
+                self._push_leaf(node)
+                continue
+            return node
+        return None
+
+    def _drop(self, leaf: Node) -> int:
+        parent = leaf.parent
+        if parent is None:
+            raise RuntimeError("a root cannot be evicted")
+        del parent.children[leaf.tokens[0]]
+        leaf.parent = None
+        self.num_tokens -= len(leaf.tokens)
+        self.num_evicted_tokens += len(leaf.tokens)
+        if parent.parent is not None and not parent.children and not parent.num_locks:
+            self._push_leaf(parent)
+        return self._holder.release(leaf.slot, len(leaf.tokens))
+
+    def _release_below(self, root: Node) -> None:
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            node.parent, node.children = None, {}
+            self.num_tokens -= len(node.tokens)
+            self._holder.release(node.slot, len(node.tokens))
+
+
+def _common(node_tokens: Sequence[TokenKey], tokens: Sequence[TokenKey], at: int, end: int) -> int:
+    """Length of the common prefix of node_tokens and tokens[at:end]."""
+    longest = min(len(node_tokens), end - at)
+    if list(tokens[at : at + longest]) == node_tokens[:longest]:
+        return longest
+    for i in range(longest):
+        if node_tokens[i] != tokens[at + i]:
+            return i
+    return longest

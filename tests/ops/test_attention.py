@@ -36,8 +36,15 @@ def plan_of(
     return packed_plan(lengths, group_size=group_size, path=path, dtype=dtype, max_group_rows=max_group_rows)
 
 
+def attend(qkv: Sequence[Tensor], plan: AttentionPlan) -> Tensor:
+    q, k, v = qkv
+    return attention(q, k, v, plan, None)
+
+
 def oracle(qkv: Sequence[Tensor], segments: Sequence[tuple[int, int]]) -> Tensor:
-    return torch.cat([reference.attention(*(x[start:end] for x in qkv)) for start, end in segments])
+    return torch.cat(
+        [reference.attention(qkv[0][start:end], qkv[1][start:end], qkv[2][start:end]) for start, end in segments]
+    )
 
 
 @BOTH_PATHS
@@ -50,7 +57,7 @@ def test_values_and_gradients_of_packed_sequences(
     plan, size = plan_of(lengths, heads, path, dtype), sum(lengths)
     own = [x.requires_grad_() for x in inputs(plan.num_rows, heads, dtype)]
     true = [x.detach().double().requires_grad_() for x in own]
-    out, expected = attention(own[0], own[1], own[2], plan, None), oracle(true, plan.segments)
+    out, expected = attend(own, plan), oracle(true, plan.segments)
     assert out.shape == (plan.num_rows, heads[0] * HEAD_DIM)
     torch.testing.assert_close(out[:size].double(), expected, rtol=tolerance, atol=tolerance)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -74,7 +81,7 @@ def test_a_sequence_is_the_same_in_any_company(dtype: torch.dtype) -> None:
         padded = [
             torch.cat([x[start:end], x.new_zeros(alone_plan.num_rows - (end - start), *x.shape[1:])]) for x in (q, k, v)
         ]
-        alone = attention(*padded, alone_plan, None)
+        alone = attend(padded, alone_plan)
         assert torch.equal(alone[: end - start], packed[start:end])
 
 
@@ -85,9 +92,9 @@ def test_a_row_does_not_depend_on_later_ones(dtype: torch.dtype, cut: int) -> No
     whole_plan, part_plan = plan_of([60], heads, EXACT, dtype), plan_of([cut], heads, EXACT, dtype)
     qkv = inputs(whole_plan.num_rows, heads, dtype)
     changed = [torch.cat([x[:cut], -3 * x[cut:]]) for x in qkv]
-    whole = attention(*qkv, whole_plan, None)[:cut]
-    assert torch.equal(attention(*changed, whole_plan, None)[:cut], whole)
-    assert torch.equal(attention(*(x[: part_plan.num_rows] for x in qkv), part_plan, None)[:cut], whole)
+    whole = attend(qkv, whole_plan)[:cut]
+    assert torch.equal(attend(changed, whole_plan)[:cut], whole)
+    assert torch.equal(attend([x[: part_plan.num_rows] for x in qkv], part_plan)[:cut], whole)
 
 
 @BOTH_PATHS
@@ -98,12 +105,12 @@ def test_a_sequence_that_is_not_finite_reaches_no_other(broken: int, value: floa
     plan = plan_of(lengths, heads, path, torch.float32)
     qkv = inputs(plan.num_rows, heads, torch.float32)
     clean_inputs = [x.clone().requires_grad_() for x in qkv]
-    clean = attention(*clean_inputs, plan, None)
+    clean = attend(clean_inputs, plan)
     start, end = plan.segments[broken]
     for x in qkv:
         x[start:end] = value
     dirty_inputs = [x.requires_grad_() for x in qkv]
-    dirty = attention(*dirty_inputs, plan, None)
+    dirty = attend(dirty_inputs, plan)
     others = torch.ones(plan.num_rows, dtype=torch.bool)
     others[start:end] = False
     others[sum(lengths) :] = False
@@ -143,7 +150,7 @@ def test_rows_that_read_the_pool_are_those_of_the_whole_sequences(chunks: tuple[
     packed = [torch.cat([*(s[part] for s in sequences)]) for part in range(3)]
     padding = plan.num_rows - 2 * size
     packed = [torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in packed]
-    whole = attention(*packed, plan, None)[: 2 * size].view(2, size, -1)
+    whole = attend(packed, plan)[: 2 * size].view(2, size, -1)
     assert torch.equal(torch.cat(outputs, dim=1), whole)
     expected = torch.stack([reference.attention(*(x.double() for x in s)) for s in sequences])
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)

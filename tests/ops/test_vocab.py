@@ -72,11 +72,11 @@ def test_gradients(vocab: int, outputs: str, path: NumericsPath) -> None:
     weights = torch.randn(2, len(ids), generator=generator) * torch.tensor(
         [[outputs != "entropy"], [outputs != "log-prob"]]
     )
-    ours = [states.clone().requires_grad_(), head.clone().requires_grad_()]
-    theirs = [states.double().requires_grad_(), head.double().requires_grad_()]
-    logprobs, entropy = token_logprobs(*ours, ids, temperature, path=path, chunk_tokens=4)
+    ours = (states.clone().requires_grad_(), head.clone().requires_grad_())
+    theirs = (states.double().requires_grad_(), head.double().requires_grad_())
+    logprobs, entropy = token_logprobs(ours[0], ours[1], ids, temperature, path=path, chunk_tokens=4)
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-    expected = oracle(*theirs, ids, temperature)
+    expected = oracle(theirs[0], theirs[1], ids, temperature)
     (expected[0] * weights[0] + expected[1] * weights[1]).sum().backward()
     for own, true in zip(ours, theirs, strict=True):
         assert own.grad is not None and true.grad is not None

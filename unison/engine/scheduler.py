@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unison.config.schema import EngineConfig
 from unison.core.errors import RequestError
 from unison.engine.kv_pool import Extent, KvPool
-from unison.engine.prefix_cache import PrefixCache
+from unison.engine.prefix_cache import Match, PrefixCache
 from unison.engine.sequence import Sequence
 from unison.ops.padding import NumericsPath
 
@@ -144,17 +144,25 @@ class Scheduler:
         self._cache.lock(match)
         try:
             extent = self._allocate(self.extent_tokens(sequence), self._cache)
-            if extent is None:
-                return False
-            at = extent.start
-            for run in match.runs:
-                self._pool.copy(run.slot, at, run.count)
-                at += run.count
+            if extent is not None:
+                self._copy_runs(match, extent)
         finally:
             self._cache.unlock(match)
+        num_hits = match.num_tokens
+        if extent is None and num_hits:
+            # The prefix itself may stand in the way of the room the sequence needs: do without it.
+            extent, num_hits = self._allocate(self.extent_tokens(sequence), self._cache), 0
+        if extent is None:
+            return False
         sequence.extent = extent
-        sequence.take_from_cache(match.num_tokens, version)
+        sequence.take_from_cache(num_hits, version)
         return True
+
+    def _copy_runs(self, match: Match, extent: Extent) -> None:
+        at = extent.start
+        for run in match.runs:
+            self._pool.copy(run.slot, at, run.count)
+            at += run.count
 
     def _allocate(self, num_tokens: int, cache: PrefixCache) -> Extent | None:
         """Room for num_tokens, evicting cached prefixes until there is a run of pages long enough."""

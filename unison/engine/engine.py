@@ -249,6 +249,7 @@ class Engine:
                 "the weights are incomplete: an in_place update began and was not committed; commit a complete update"
             )
         chunks = self.scheduler.schedule(self.weights.version)
+        self.stats.num_retractions = self.scheduler.num_retractions
         if chunks:
             broken = self._process(chunks, self._runner.run(chunks))
             self._collect()
@@ -289,4 +290,5 @@ class Engine:
     def _collect(self) -> None:
         for sequence in self.scheduler.remove_finished(self.weights.version):
             del self._sequences[sequence.request_id]
+            self.stats.num_cached_tokens += sequence.num_cache_hits
             self._ended.append(sequence.output())

@@ -77,6 +77,12 @@ class Sequence:
         self.num_cache_hits = count
         self.record_cached(count, version)
 
+    def push_back(self) -> None:
+        """The sequence lost its place in memory; its keys and values will be computed or found again."""
+        self.extent = None
+        self.num_cached = 0
+        self.kv_versions = []
+
     def record_cached(self, count: int, version: int) -> None:
         self.num_cached += count
         extend_runs(self.kv_versions, version, count)

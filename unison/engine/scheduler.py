@@ -116,7 +116,7 @@ class Scheduler:
         self._cached_version = version
 
     def _make_room(self, version: int) -> None:
-        """Longer extents for decoding sequences that fill theirs, oldest first; the youngest are retracted if need be."""
+        """Longer extents for decoding sequences that fill theirs, oldest first; the youngest make way if need be."""
         if not self.running:
             self.ratio.reset()
             return

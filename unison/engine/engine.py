@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +71,8 @@ class Engine:
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""
         self._num_named = 0
-        self._lock = threading.RLock()
+        # One lock for requests, steps and weights: an update waits for the step under way.
+        self._lock = self.weights.lock
 
     @classmethod
     def from_pretrained(

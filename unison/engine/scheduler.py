@@ -17,6 +17,7 @@ from unison.config.schema import EngineConfig
 from unison.core.errors import RequestError
 from unison.engine.estimate import NewTokenRatio
 from unison.engine.kv_pool import Extent, KvPool
+from unison.engine.policy import admission_order
 from unison.engine.prefix_cache import Match, PrefixCache
 from unison.engine.sequence import Sequence
 from unison.ops.padding import NumericsPath
@@ -164,6 +165,8 @@ class Scheduler:
     def _admit(self, version: int) -> Generator[Sequence, None, None]:
         """Waiting sequences that may run now, oldest first; each is running when it is yielded."""
         held_back: list[Sequence] = []
+        arrived = list(self.waiting)
+        self.waiting = deque(admission_order(self.waiting, self._config.policy, lambda s: self._num_found(s, version)))
         try:
             while self.waiting and max(len(self.running), len(held_back)) < self._config.max_running:
                 sequence = self.waiting.popleft()
@@ -176,7 +179,21 @@ class Scheduler:
                 self.running.append(sequence)
                 yield sequence
         finally:
-            self.waiting.extendleft(reversed(held_back))
+            left = {id(sequence) for sequence in (*self.waiting, *held_back)}
+            self._restore_arrival_order(arrived, left)
+
+    def _restore_arrival_order(self, arrived: list[Sequence], left: set[int]) -> None:
+        """Keep those still waiting as they came, and count who was passed over."""
+        self.waiting = deque(sequence for sequence in arrived if id(sequence) in left)
+        last_admitted = max((i for i, sequence in enumerate(arrived) if id(sequence) not in left), default=-1)
+        for sequence in arrived[: last_admitted + 1]:
+            if id(sequence) in left:
+                sequence.num_passed_over += 1
+
+    def _num_found(self, sequence: Sequence, version: int) -> int:
+        if self._cache is None:
+            return 0
+        return self._cache.match(version, sequence.token_ids, _most_usable(sequence)).num_tokens
 
     def _prompt_is_under_way(self, sequence: Sequence, version: int) -> bool:
         """Whether a running sequence is computing a longer prefix of this one than the cache holds."""
@@ -185,7 +202,7 @@ class Scheduler:
         shared = max((_num_shared(sequence, s) for s in self.running if s.num_uncached > 1), default=0)
         if shared < _MIN_SHARED:
             return False
-        return shared > self._cache.match(version, sequence.token_ids, _most_usable(sequence)).num_tokens
+        return shared > self._num_found(sequence, version)
 
     def _place(self, sequence: Sequence, version: int) -> bool:
         """Give the sequence its extent and fill it with what the cache holds; False where there is no room."""

@@ -38,6 +38,9 @@ class Sequence:
         self.num_prior = len(request.prompt_ids) + len(request.output_ids)
         """Tokens that were there when the request came; those after them are sampled here."""
         self.num_cached = 0
+        self.was_pushed_back = False
+        self.num_passed_over = 0
+        """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
         """Tokens whose keys and values came from the prefix cache."""
         self.extent: Extent | None = None
@@ -79,6 +82,7 @@ class Sequence:
 
     def push_back(self) -> None:
         """The sequence lost its place in memory; its keys and values will be computed or found again."""
+        self.was_pushed_back = True
         self.extent = None
         self.num_cached = 0
         self.kv_versions = []

@@ -57,6 +57,10 @@ class NonFiniteLogitsError(NonFiniteError):
         """The ended requests with what they had sampled before, as if aborted."""
 
 
+class ServerError(UnisonError, RuntimeError):
+    """An HTTP server that cannot be reached, refused a request, or answered something unusable."""
+
+
 class CapacityError(RequestError):
     """A request that can never fit into the engine's memory; carries the arithmetic."""
 

@@ -19,7 +19,7 @@ Policy = Literal["fcfs", "longest_prefix", "priority"]
 
 MAX_PASSED_OVER = 64
 MAX_MATCHED = 128
-"""Above so many waiting sequences looking each up in the cache costs more than it brings: they are taken as they come."""
+"""With more sequences waiting, looking each up costs more than it brings: they are taken as they come."""
 
 
 def admission_order(

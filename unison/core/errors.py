@@ -57,6 +57,10 @@ class NonFiniteLogitsError(NonFiniteError):
         """The ended requests with what they had sampled before, as if aborted."""
 
 
+class NoTokenAllowedError(NonFiniteLogitsError):
+    """The model gives probability 0 to every token that the requests' masks allow."""
+
+
 class CapacityError(RequestError):
     """A request that can never fit into the engine's memory; carries the arithmetic."""
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from unison.cli.main import main
-from unison.core.records import GenerationOutput, VersionRun
+from unison.core.records import GenerationOutput, TokenLogprob, VersionRun
 from unison.core.sampling import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
@@ -50,6 +51,9 @@ class FakeEngine:
             request_id=f"r{copy}", prompt_ids=ids, token_ids=[52, 50, 2], logprobs=[-0.5, -0.25, -1.0], text="42",
             finish_reason="stop", matched_stop=2, seed=(sampling.seed or 100) + copy,
             weight_versions=[VersionRun(0, 3)], kv_versions=[], sampling=replace(sampling, n=1),
+            top_logprobs=[[TokenLogprob(52, -0.5), TokenLogprob(53, -1.0)]] * 3 if sampling.top_logprobs else [],
+            token_id_logprobs=[[-math.inf]] * 3 if sampling.logprob_token_ids else [],
+            prompt_logprobs=[-3.0, -4.0] if sampling.prompt_logprobs_from is not None else [],
         )  # fmt: skip
 
 
@@ -82,6 +86,42 @@ def test_settings_reach_the_engine(engine: type[FakeEngine]) -> None:
             ),
         )
     ]
+
+
+def test_every_setting_has_a_flag(engine: type[FakeEngine]) -> None:
+    words = (
+        "--min-p 0.1 --repetition-penalty 1.2 --frequency-penalty=-0.5 --presence-penalty 0.25 --logit-bias 5=-1.5 "
+        "--logit-bias 7=2 --allowed-token-ids 5,7,52 --forbidden-token-ids 8 --min-new-tokens 2 --stop-token-ids 9,10 "
+        "--ignore-eos --forced-ids 52,50,2 --top-logprobs 2 --logprob-token-ids 5,6 --prompt-logprobs-from 1"
+    )
+    assert run("--prompt", "a", "--json", *words.split()) == 0
+    (asked,) = engine.asked
+    assert asked[1] == SamplingParams(
+        min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=0.25, logit_bias={5: -1.5, 7: 2.0},
+        allowed_token_ids=(5, 7, 52), forbidden_token_ids=(8,), min_new_tokens=2, stop_token_ids=(9, 10),
+        ignore_eos=True, forced_ids=(52, 50, 2), top_logprobs=2, logprob_token_ids=(5, 6), prompt_logprobs_from=1,
+    )  # fmt: skip
+
+
+FURTHER = ["--logprobs", "processed", "--top-logprobs", "2", "--logprob-token-ids", "7"]
+
+
+def test_further_logprobs_stand_in_the_table_and_in_json(capsys: Capture, engine: type[FakeEngine]) -> None:
+    assert run("--prompt", "6*7=", "--prompt-logprobs-from", "2") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[3:6] == [["2", "55", "-3.000000", "'7'"], ["3", "61", "-4.000000", "'='"], ["answer"]]
+    assert lines[6] == ["4", "52", "-0.500000", "'4'"]
+    assert run("--prompt", "6*7=", *FURTHER) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    assert [part.strip() for part in lines[3][1:]] == ["'4' -0.5000, '5' -1.0000", "7: -inf"]
+    assert run("--prompt", "6*7=", "--json", "--prompt-logprobs-from", "2") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["prompt_logprobs_from"], record["prompt_logprobs"]) == (2, [-3.0, -4.0])
+    assert "top_logprobs" not in record
+    assert run("--prompt", "6*7=", "--json", *FURTHER) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["top_logprobs"][0] == [[52, -0.5], [53, -1.0]]
+    assert (record["logprob_token_ids"], record["token_id_logprobs"]) == ([7], [[None]] * 3)
 
 
 def test_defaults_are_the_neutral_ones(engine: type[FakeEngine]) -> None:
@@ -150,6 +190,10 @@ def test_json_is_one_object_an_answer_and_nothing_else(capsys: Capture) -> None:
         (["--prompt", "--n"], "a value that begins with - is given as --flag=VALUE"),
         (["--prompt", "a", "b"], "unexpected argument 'b'"),
         (["--prompt-file", "/no/such/file"], "cannot read the prompt file /no/such/file: No such file"),
+        (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' must be a token id and a number like 5=-1.5"),
+        (["--prompt", "a", "--logit-bias", "5"], "'5' must be a token id and a number like 5=-1.5"),
+        (["--prompt", "a", "--forced-ids", "1,b"], "'1,b' must be token ids like 5,6,7"),
+        (["--prompt", "a", "--min-p", "2"], "min_p=2.0 is outside [0, 1]"),
         (["--prompt", "a", "--dtype", "half"], "invalid choice: 'half'"),
     ],
 )

@@ -14,7 +14,9 @@ from unison.config.schema import EngineConfig
 from unison.core.records import GenerationOutput, GenerationRequest
 from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
-from unison.engine.sampler import SamplerRow, sample
+from unison.engine.logit_edits import make_edits
+from unison.engine.sampler import SamplerRow
+from unison.engine.sampler import sample as sample_rows
 from unison.models.decoder import Decoder
 from unison.ops.padding import EXACT
 from unison.ops.plan import packed_plan
@@ -55,6 +57,11 @@ def assert_works(engine: Engine) -> None:
     assert_idle(engine)
 
 
+def sample(logits_NV: torch.Tensor, rows: Sequence[SamplerRow]) -> tuple[list[int], list[float]]:
+    draws = sample_rows(logits_NV, rows)
+    return draws.ids, draws.logprobs
+
+
 def answer_of(output: GenerationOutput) -> tuple[list[int], list[float]]:
     return output.token_ids, output.logprobs
 
@@ -81,11 +88,17 @@ def naive_answer(
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < (budget if max_tokens is None else min(budget, max_tokens)):
-        (token,), (logprob,) = sample(next_logits(model, ids), [SamplerRow(sampling, sampling.seed, len(ids))])
+        output = ids[len(request.prompt_ids) :]
+        edits = make_edits(sampling, vocab_size=model.spec.vocab_size, prompt_ids=request.prompt_ids, end_ids=ends)
+        for token in output if edits is not None else ():
+            edits.observe(token)
+        forced = sampling.forced_ids[len(output)] if len(output) < len(sampling.forced_ids) else None
+        row = SamplerRow(sampling, sampling.seed, len(ids), edits, forced)
+        (token,), (logprob,) = sample(next_logits(model, ids), [row])
         ids.append(token)
         tokens.append(token)
         logprobs.append(logprob)
-        if token in ends:
+        if token in ends and len(output) + 1 >= max(sampling.min_new_tokens, len(sampling.forced_ids)):
             break
     return tokens, logprobs
 

@@ -26,6 +26,10 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_k": 5},
     {"top_p": 0.9, "logprobs": "processed"},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.7, "logprobs": "raw"},
+    {"min_p": 0.3, "repetition_penalty": 1.5, "logprobs": "processed"},
+    {"temperature": 0.0, "frequency_penalty": 1.0, "presence_penalty": -0.5},
+    {"logit_bias": {7: 3.0, END: 6.0}, "min_new_tokens": 4},
+    {"allowed_token_ids": (5, 6, 7, 8, END), "forbidden_token_ids": (6,), "top_logprobs": 3},
 ]
 CONFIGS: list[dict[str, Any]] = [
     {"page_size": 1, "prefill_chunk": 1, "max_batch_tokens": 8, "max_running": 8, "kv_tokens": 512},
@@ -46,6 +50,10 @@ def random_requests(noise: random.Random, count: int) -> list[GenerationRequest]
         prior = [noise.randrange(256) for _ in range(noise.choice((0, 0, 0, 1, 5)))]
         settings = noise.choice(SAMPLINGS) | {"seed": noise.choice((3, noise.getrandbits(64)))}
         settings |= {"max_new_tokens": noise.choice((0, 1, 6, 12)), "ignore_eos": noise.random() < 0.5}
+        settings["min_new_tokens"] = min(settings.get("min_new_tokens", 0), settings["max_new_tokens"])
+        if noise.random() < 0.1 and settings["max_new_tokens"] > 0:
+            forced = [*prior, *(noise.choice((END, 3, 4)) for _ in range(3))]
+            settings["forced_ids"] = tuple(forced[: settings["max_new_tokens"]])
         requests.append(request(f"r{i}", prompt, prior, **settings))
     return requests
 

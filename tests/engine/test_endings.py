@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.engine.support import assert_works, make_engine, piece_tokenizer, request
 from unison.core.records import GenerationOutput, GenerationRequest
-from unison.engine import engine as engine_module
-from unison.engine.sampler import SamplerRow
+from unison.engine import drawing
+from unison.engine.sampler import Draws, SamplerRow
 from unison.models.decoder import Decoder
 from unison.models.loading import load_model
 from unison.text.tokenizer import Tokenizer
@@ -43,13 +43,13 @@ def say(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Say:
     ) -> GenerationOutput:
         wanted: GenerationRequest = request("r", [1], prior, **{"max_new_tokens": 50, **sampling})
 
-        def scripted(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[list[int], list[float]]:
+        def scripted(logits: Tensor, rows: Sequence[SamplerRow]) -> Draws:
             (row,) = rows
-            return [script[row.position - 1 - len(prior)]], [-float(row.position)]
+            return Draws([script[row.position - 1 - len(prior)]], [-float(row.position)], {})
 
         engine = make_engine(of, tokenizer=tokenizer, end_ids=end_ids)
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "sample", scripted)
+            patch.setattr(drawing, "sample", scripted)
             engine.add_request(wanted)
             (output,) = engine.run()
         assert_works(engine)
@@ -187,3 +187,29 @@ def test_an_answer_that_had_ended_gets_no_further_token(
 def test_an_end_token_inside_resumed_output_counts_only_where_it_counts_now(say: Say) -> None:
     output = say([5, 6], prior=[9, END, 9], ignore_eos=True, max_new_tokens=5)
     assert ending(output) == ("length", None, 2)
+
+
+def test_a_stop_string_before_the_minimum_is_passed_over(say: Say) -> None:
+    tokenizer = piece_tokenizer(["ro", "ll st", "op th", "en", "stop"])
+    output = say([0, 1, 2, 3, 4], tokenizer=tokenizer, stop=("stop",), min_new_tokens=4)
+    assert ending(output) == ("stop", "stop", 5)
+    assert output.text == "roll stop then"
+    output = say([0, 1, 2, 3], tokenizer=tokenizer, stop=("stop",), min_new_tokens=3)
+    assert ending(output) == ("stop", "stop", 3), "the token that completes it is the third"
+    assert output.text == "roll "
+    output = say([0, 1, 2, 3], tokenizer=tokenizer, stop=("stop",), min_new_tokens=4, max_new_tokens=4)
+    assert ending(output) == ("length", None, 4)
+    assert output.text == "roll stop then"
+
+
+def test_the_minimum_counts_resumed_output(say: Say) -> None:
+    tokenizer = piece_tokenizer(["ro", "ll st", "op th", "en"])
+    output = say([2, 3], prior=[0, 1], tokenizer=tokenizer, stop=("stop",), min_new_tokens=3)
+    assert ending(output) == ("stop", "stop", 1)
+
+
+def test_nothing_ends_an_answer_before_its_last_forced_token(say: Say) -> None:
+    output = say([5, 7, 8], end_ids=[5, 8], forced_ids=(5, 7, 8))
+    assert ending(output) == ("stop", 8, 3)
+    output = say([5, 7, 5, 8], end_ids=[5], forced_ids=(5, 7))
+    assert ending(output) == ("stop", 5, 3)

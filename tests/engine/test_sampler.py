@@ -8,8 +8,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.engine.support import sample
 from unison.core.sampling import LOGPROB_KINDS, LogprobKind, SamplingParams
-from unison.engine.sampler import NO_TOKEN, SamplerRow, filter_weights, inverse_cdf, sample
+from unison.engine.sampler import NO_TOKEN, SamplerRow, filter_weights, inverse_cdf
 from unison.ops.vocab import block_sums
 
 VOCAB_SIZES = [1, 2, 511, 512, 513, 49152]

@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
+from tests.engine import sampling_oracle as oracle
+from tests.engine.support import sample
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed, derive_seed
-from unison.engine.sampler import SamplerRow, filter_weights, inverse_cdf, sample
+from unison.engine.logit_edits import LogitEdits, make_edits
+from unison.engine.sampler import SamplerRow, filter_weights, inverse_cdf
 from unison.ops.philox import uniforms
 from unison.ops.vocab import block_sums, row_stats, scaled_logits
 
@@ -29,7 +32,13 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top_k with ties": {"top_k": 4},
     "top_p": {"top_p": 0.8},
     "both": {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
+    "min_p": {"temperature": 1.3, "min_p": 0.05},
+    "all filters": {"top_k": 60, "top_p": 0.95, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": -0.3},
+    "bias": {"logit_bias": {600: 4.0, 601: -4.0, 5: 2.0}, "temperature": 0.8},
+    "masks": {"allowed_token_ids": tuple(range(0, 1300, 3)), "forbidden_token_ids": (0, 9, 600), "min_new_tokens": 9},
 }
+PROMPT, OUTPUT, ENDS = (1, 2, 3, 600), (4, 4, 600, 7), (9, 30)
 
 
 def known_logits(name: str) -> Floats:
@@ -40,28 +49,29 @@ def known_logits(name: str) -> Floats:
 
 
 def expected_probabilities(logits: Floats, settings: SamplingParams) -> Floats:
-    """By definition, in float64: softmax, then the heaviest ids, lower ids first where they tie."""
-    probabilities = np.exp(logits / settings.temperature)
-    probabilities /= probabilities.sum()
-    order = np.argsort(-probabilities, kind="stable")
-    if settings.top_k > 0:
-        order = order[: settings.top_k]
-    if settings.top_p < 1:
-        share = probabilities[order] / probabilities[order].sum()
-        order = order[: int(np.searchsorted(np.cumsum(share), settings.top_p)) + 1]
-    kept = np.zeros_like(probabilities)
-    kept[order] = probabilities[order]
-    return kept / kept.sum()  # type: ignore[no-any-return]
+    """By definition, in float64."""
+    if settings.edits_logits:
+        logits = oracle.edited_logits(logits, settings, PROMPT, OUTPUT, ENDS)
+    return oracle.probabilities(logits, settings)
+
+
+def edits_of(settings: SamplingParams, vocab: int) -> LogitEdits | None:
+    edits = make_edits(settings, vocab_size=vocab, prompt_ids=PROMPT, end_ids=ENDS)
+    for token in OUTPUT if edits is not None else ():
+        edits.observe(token)
+    return edits
 
 
 def draws(
     logits: Floats, settings: SamplingParams, seeds: Sequence[int], positions: Sequence[int]
 ) -> NDArray[np.int64]:
     """What ``sample`` draws; its parts are called one by one, so that a row is filtered once and not 100,000 times."""
-    scaled = scaled_logits(torch.tensor(logits, dtype=torch.float32)[None], torch.tensor([settings.temperature]))
+    row = torch.tensor(logits, dtype=torch.float32)
+    edits = edits_of(settings, len(row))
+    scaled = scaled_logits((row if edits is None else edits.apply(row))[None], torch.tensor([settings.temperature]))
     weights = row_stats(scaled).weights
-    if not settings.replayable:
-        weights = filter_weights(weights[0], settings.top_k, settings.top_p)[None]
+    if settings.filters:
+        weights = filter_weights(weights[0], settings.top_k, settings.top_p, settings.min_p)[None]
     noise = torch.from_numpy(uniforms(seeds, positions))
     parts = [
         inverse_cdf(weights.expand(len(u), -1), block_sums(weights).expand(len(u), -1), u)
@@ -91,7 +101,7 @@ def test_draws_follow_the_filtered_distribution(name: str) -> None:
     assert counts[expected == 0].sum() == 0, "a filtered id was drawn"
     assert chi_square_p(counts, expected) > SMALLEST_P
 
-    rows = [SamplerRow(settings, seed, 17) for seed in range(500)]
+    rows = [SamplerRow(settings, seed, 17, edits_of(settings, len(logits))) for seed in range(500)]
     sampled, _ = sample(torch.tensor(logits, dtype=torch.float32).expand(500, -1), rows)
     assert sampled == ids[:500].tolist(), "the parts are not the whole"
 

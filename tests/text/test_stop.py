@@ -104,3 +104,26 @@ def test_cost_does_not_grow_with_the_length_of_the_stop() -> None:
     matcher = StopMatcher(["a" * 2000 + "b"])
     emitted = sum(len(matcher.push("a")[0]) for _ in range(50_000))
     assert emitted == 48_000
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    pieces=st.lists(st.text("ab", max_size=3), max_size=8),
+    num_early=st.integers(0, 8),
+)
+def test_stop_strings_that_end_in_early_pieces_are_passed_over(
+    stops: list[str], pieces: list[str], num_early: int
+) -> None:
+    matcher, emitted = StopMatcher(stops), ""
+    for i, piece in enumerate(pieces):
+        text, _ = matcher.push(piece, may_match=i >= num_early)
+        emitted += text
+    emitted += matcher.flush()
+    early, whole = "".join(pieces[:num_early]), "".join(pieces)
+    for end in range(len(early) + 1, len(whole) + 1):
+        found = [stop for stop in stops if whole[:end].endswith(stop)]
+        if found:
+            assert matcher.matched == max(found, key=len)
+            assert emitted == whole[: end - len(max(found, key=len))]
+            return
+    assert (matcher.matched, emitted) == (None, whole)

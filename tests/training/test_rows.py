@@ -171,6 +171,15 @@ def test_samples_that_must_not_be_trained_are_refused_by_name() -> None:
 
     refuse(make_sample(name="p9", status=SampleStatus.PENDING), "p9 is still pending")
     refuse(make_sample(name="p9", sampling=SamplingParams(logprobs="raw")), "p9 carries 'raw' log-probs")
+    for unreplayed in (
+        SamplingParams(min_p=0.1),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(min_new_tokens=1),
+        SamplingParams(forbidden_token_ids=(7,)),
+        SamplingParams(forced_ids=(4, 5)),
+    ):
+        refuse(make_sample(name="p10", sampling=unreplayed), "p10 was sampled with .* the loss does not replay")
     refuse(make_sample(name="p9"), "p9 has advantage nan", math.nan)
     refuse(make_sample((), (4, 5), name="p9"), "p9 begins with a sampled token")
     refuse(make_sample(name="p9", logprobs=(-0.5, -math.inf)), "position 4 has log-prob -inf")

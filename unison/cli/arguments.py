@@ -49,3 +49,20 @@ class ArgumentParser(argparse.ArgumentParser):
         found = [f"--{name}" for name in nearest(flag.lstrip("-"), names)]
         hint = f"; did you mean {join_or(found)}?" if found else ""
         return f"{self.prog}: unknown flag {flag}{hint}; see {self.prog} --help"
+
+
+def id_list(text: str) -> tuple[int, ...]:
+    """Token ids given as ``5,6,7``."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be token ids like 5,6,7") from None
+
+
+def id_value(text: str) -> tuple[int, float]:
+    """A token id with a number, given as ``ID=X``."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a token id and a number like 5=-1.5") from None

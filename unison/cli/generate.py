@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from unison.cli.arguments import ArgumentParser
+from unison.cli.arguments import ArgumentParser, id_list, id_value
 from unison.core.errors import ConfigError, ModelError
 from unison.core.records import GenerationOutput, expand_runs
 from unison.core.sampling import LOGPROB_KINDS, SamplingParams
@@ -41,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         _print_json(texts, outputs)
     else:
-        _print_text(texts, outputs, engine, with_tables=options.logprobs is not None)
+        _print_text(texts, outputs, engine, with_tables=_wants_tables(options))
         num_tokens = sum(len(one.token_ids) for copies in outputs for one in copies)
         print(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.0f} tokens/s)", file=sys.stderr)
     return 0
@@ -54,32 +56,52 @@ def _parser() -> ArgumentParser:
     add("--prompt", action="append", metavar="TEXT", help="raw text to continue; may be repeated")
     add("--prompt-file", action="append", metavar="F", help="file to continue, - is standard input; may be repeated")
     add("--chat", action="append", metavar="TEXT", help="a user's turn in the model's chat template; may be repeated")
-    default = SamplingParams()
-    add("--max-new-tokens", type=int, metavar="N", default=default.max_new_tokens, help="longest answer (%(default)s)")
-    add("--temperature", type=float, metavar="X", default=default.temperature, help="0 is greedy (%(default)s)")
-    add("--top-p", type=float, metavar="X", default=default.top_p, help="nucleus (%(default)s keeps all)")
-    add("--top-k", type=int, metavar="N", default=default.top_k, help="most likely tokens kept (%(default)s keeps all)")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same answer; drawn and shown where not given")
-    add("--n", type=int, metavar="N", default=default.n, help="answers to each prompt (%(default)s)")
-    add("--stop", action="append", default=[], metavar="S", help="text that ends an answer; may be repeated")
+    _add_sampling(parser)
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="compute dtype (%(default)s)")
     add("--numerics", choices=("auto", "exact", "fast"), default="auto", help="numerics path (%(default)s)")
     add("--logprobs", choices=LOGPROB_KINDS, help="print each token with its log-prob of this kind")
+    add("--top-logprobs", type=int, metavar="N", default=0, help="also those of the N most likely tokens")
+    add("--logprob-token-ids", type=id_list, metavar="IDS", default=(), help="also those of these ids, like 5,6,7")
+    add("--prompt-logprobs-from", type=int, metavar="N", help="also those of the prompt from position N on")
     add("--json", action="store_true", help="one JSON object an answer on standard output")
     return parser
 
 
+def _add_sampling(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    default = SamplingParams()
+    add("--max-new-tokens", type=int, metavar="N", default=default.max_new_tokens, help="longest answer (%(default)s)")
+    add("--min-new-tokens", type=int, metavar="N", default=0, help="nothing ends a shorter answer (%(default)s)")
+    add("--temperature", type=float, metavar="X", default=default.temperature, help="0 is greedy (%(default)s)")
+    add("--top-p", type=float, metavar="X", default=default.top_p, help="nucleus (%(default)s keeps all)")
+    add("--top-k", type=int, metavar="N", default=default.top_k, help="most likely tokens kept (%(default)s keeps all)")
+    add("--min-p", type=float, metavar="X", default=default.min_p, help="least share of the likeliest (%(default)s)")
+    add("--repetition-penalty", type=float, metavar="X", default=1.0, help="on ids of prompt and answer (%(default)s)")
+    add("--frequency-penalty", type=float, metavar="X", default=0.0, help="for each time in the answer (%(default)s)")
+    add("--presence-penalty", type=float, metavar="X", default=0.0, help="once if in the answer (%(default)s)")
+    add("--logit-bias", type=id_value, action="append", default=[], metavar="ID=X", help="added; may be repeated")
+    add("--allowed-token-ids", type=id_list, metavar="IDS", help="nothing else is drawn, like 5,6,7")
+    add("--forbidden-token-ids", type=id_list, metavar="IDS", default=(), help="never drawn")
+    add("--forced-ids", type=id_list, metavar="IDS", default=(), help="the answer begins with these")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same answer; drawn and shown where not given")
+    add("--n", type=int, metavar="N", default=default.n, help="answers to each prompt (%(default)s)")
+    add("--stop", action="append", default=[], metavar="S", help="text that ends an answer; may be repeated")
+    add("--stop-token-ids", type=id_list, metavar="IDS", default=(), help="ids that end one, beside the model's own")
+    add("--ignore-eos", action="store_true", help="go on past the model's own end ids")
+
+
 def _sampling(options: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_new_tokens=options.max_new_tokens,
-        n=options.n,
-        seed=options.seed,
-        stop=tuple(options.stop),
-        logprobs=options.logprobs or SamplingParams().logprobs,
-    )
+    given = vars(options)
+    taken = {field.name: given[field.name] for field in fields(SamplingParams) if field.name in given}
+    taken["stop"] = tuple(options.stop)
+    taken["logit_bias"] = dict(options.logit_bias)
+    taken["logprobs"] = options.logprobs or SamplingParams().logprobs
+    return SamplingParams(**taken)
+
+
+def _wants_tables(options: argparse.Namespace) -> bool:
+    more = options.top_logprobs or options.logprob_token_ids or options.prompt_logprobs_from is not None
+    return bool(more) or options.logprobs is not None
 
 
 def _prompt_texts(options: argparse.Namespace) -> list[str]:
@@ -116,6 +138,29 @@ def _print_json(texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutpu
 
 
 def _record(prompt: str, copy: int, one: GenerationOutput) -> dict[str, Any]:
+    return _plain_record(prompt, copy, one) | _further_logprobs(one)
+
+
+def _further_logprobs(one: GenerationOutput) -> dict[str, Any]:
+    """What was asked for, and only that."""
+    found: dict[str, Any] = {}
+    if one.sampling.top_logprobs:
+        found["top_logprobs"] = [[[top.token_id, top.logprob] for top in tops] for tops in one.top_logprobs]
+    if one.sampling.logprob_token_ids:
+        found["logprob_token_ids"] = list(one.sampling.logprob_token_ids)
+        found["token_id_logprobs"] = [_finite(values) for values in one.token_id_logprobs]
+    if one.sampling.prompt_logprobs_from is not None:
+        found["prompt_logprobs_from"] = max(1, one.sampling.prompt_logprobs_from)
+        found["prompt_logprobs"] = _finite(one.prompt_logprobs)
+    return found
+
+
+def _finite(logprobs: Sequence[float]) -> list[float | None]:
+    """JSON has no infinity: null stands for a token of probability 0."""
+    return [None if math.isinf(value) else value for value in logprobs]
+
+
+def _plain_record(prompt: str, copy: int, one: GenerationOutput) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "copy": copy,
@@ -125,7 +170,7 @@ def _record(prompt: str, copy: int, one: GenerationOutput) -> dict[str, Any]:
         "seed": one.seed,
         "prompt_ids": list(one.prompt_ids),
         "token_ids": one.token_ids,
-        "logprobs": one.logprobs,
+        "logprobs": _finite(one.logprobs),
         "logprobs_kind": one.sampling.logprobs,
         "weight_versions": expand_runs(one.weight_versions),
     }
@@ -153,14 +198,31 @@ def _ending(one: GenerationOutput, engine: Engine) -> str:
 
 
 def _table(one: GenerationOutput, engine: Engine) -> str:
+    """A line for each token with its log-prob and the further ones asked for; prompt tokens first, then their end."""
     head = f"\n{'position':>8}  {'id':>7}  {one.sampling.logprobs + ' log-prob':>18}  token"
-    rows = [
-        f"{position:>8}  {token:>7}  {logprob:>18.6f}  {_token_text(engine, token)}"
-        for position, (token, logprob) in enumerate(
-            zip(one.token_ids, one.logprobs, strict=True), start=len(one.prompt_ids)
-        )
-    ]
+    first = max(1, one.sampling.prompt_logprobs_from or 0)
+    known = zip(one.prompt_ids[first:], one.prompt_logprobs, strict=False)
+    rows = [_line(engine, first + i, token, logprob) for i, (token, logprob) in enumerate(known)]
+    if rows:
+        rows.append(f"{'answer':>8}")
+    for i, (token, logprob) in enumerate(zip(one.token_ids, one.logprobs, strict=True)):
+        line = _line(engine, len(one.prompt_ids) + i, token, logprob)
+        rows.append(line + _others(one, i, engine))
     return "\n".join([head, *rows, f"{'sum':>8}  {'':>7}  {sum(one.logprobs):>18.6f}\n"])
+
+
+def _line(engine: Engine, position: int, token: int, logprob: float) -> str:
+    return f"{position:>8}  {token:>7}  {logprob:>18.6f}  {_token_text(engine, token)}"
+
+
+def _others(one: GenerationOutput, i: int, engine: Engine) -> str:
+    """The likeliest tokens at output token i, then the ones chosen by id."""
+    pairs = [(top.token_id, top.logprob) for top in one.top_logprobs[i]] if one.top_logprobs else []
+    text = "  | " + ", ".join(f"{_token_text(engine, token)} {value:.4f}" for token, value in pairs) if pairs else ""
+    if one.token_id_logprobs:
+        chosen = zip(one.sampling.logprob_token_ids, one.token_id_logprobs[i], strict=True)
+        text += "  | " + ", ".join(f"{token}: {value:.4f}" for token, value in chosen)
+    return text
 
 
 def _token_text(engine: Engine, token: int) -> str:

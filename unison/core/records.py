@@ -67,6 +67,12 @@ class GenerationRequest:
     """Under the engine's priority policy, higher comes first."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerationOutput:
     """What one sample came to; complete at any finish reason, an abort included.
@@ -90,6 +96,14 @@ class GenerationOutput:
     sampling: SamplingParams
     num_cached_tokens: int = 0
     """Leading tokens whose keys and values came from the prefix cache."""
+    top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    """For each of token_ids the ``sampling.top_logprobs`` most likely tokens, most likely first, equals by lower
+    id; fewer where fewer have a probability above 0. Empty if not asked for, like the two below."""
+    token_id_logprobs: list[list[float]] = field(default_factory=list)
+    """For each of token_ids the log-probs of ``sampling.logprob_token_ids``, in their order."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Log-probs of prompt tokens from position max(1, ``sampling.prompt_logprobs_from``) on; of an aborted
+    request as far as they were computed."""
 
 
 @dataclass(frozen=True, slots=True)

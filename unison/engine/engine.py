@@ -13,16 +13,17 @@ from torch import Tensor
 
 from unison.config.names import did_you_mean
 from unison.config.schema import EngineConfig
-from unison.core.errors import CapacityError, ConfigError, EngineStateError, NonFiniteLogitsError, RequestError
+from unison.core.errors import CapacityError, ConfigError, EngineStateError, RequestError
 from unison.core.records import GenerationOutput, GenerationRequest
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed
 from unison.engine.admission import check_request, token_ids
+from unison.engine.drawing import Failures, take_draws, take_prompt_logprobs
 from unison.engine.kv_pool import KvPool
+from unison.engine.logit_edits import make_edits
 from unison.engine.memory import automatic_kv_tokens
 from unison.engine.prefix_cache import PrefixCache
 from unison.engine.runner import Runner
-from unison.engine.sampler import NO_TOKEN, SamplerRow, sample
 from unison.engine.scheduler import Chunk, Scheduler
 from unison.engine.sequence import Sequence
 from unison.engine.stats import EngineStats
@@ -106,6 +107,7 @@ class Engine:
             check_request(
                 request,
                 vocab_size=self.model.spec.vocab_size,
+                end_ids=self._ends(request.sampling),
                 context_tokens=self.context_length,
                 has_tokenizer=self.tokenizer is not None,
                 in_use=request.request_id in self._sequences,
@@ -233,14 +235,22 @@ class Engine:
             )
         return copies
 
+    def _ends(self, sampling: SamplingParams) -> frozenset[int]:
+        """The ids that end an answer under these settings."""
+        return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.end_ids)
+
     def _sequence(self, request: GenerationRequest) -> Sequence:
         sampling = request.sampling
+        ends = self._ends(sampling)
         return Sequence(
             request,
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_new_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt_ids)),
-            end_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.end_ids),
+            end_ids=ends,
             detokenizer=IncrementalDetokenizer(self.tokenizer) if self.tokenizer is not None else None,
+            edits=make_edits(
+                sampling, vocab_size=self.model.spec.vocab_size, prompt_ids=request.prompt_ids, end_ids=ends
+            ),
         )
 
     def _compute(self) -> None:
@@ -251,13 +261,13 @@ class Engine:
         chunks = self.scheduler.schedule(self.weights.version)
         self.stats.num_retractions = self.scheduler.num_retractions
         if chunks:
-            broken = self._process(chunks, self._runner.run(chunks))
+            failures = self._process(chunks, *self._runner.run(chunks))
             self._collect()
-            if broken:
-                raise self._non_finite(broken)
+            if failures:
+                raise failures.error(self.weights.version, self.discard(failures.request_ids))
 
-    def _process(self, chunks: Items[Chunk], logits: Tensor) -> list[str]:
-        """Take a batch's results into its sequences; the ids of those no token could be drawn for."""
+    def _process(self, chunks: Items[Chunk], logits: Tensor, prompt_logprobs: dict[int, list[float]]) -> Failures:
+        """Take a batch's results into its sequences; those no token could be drawn for."""
         version = self.weights.version
         sampling_chunks = [chunk for chunk in chunks if chunk.samples]
         for chunk in chunks:
@@ -265,27 +275,11 @@ class Engine:
             if chunk.samples and len(chunk.sequence.token_ids) == chunk.sequence.num_prior:
                 # The prompt is done: whoever waits for the same one can take it now.
                 self.scheduler.cache_tokens(chunk.sequence, version)
-        broken: list[str] = []
-        if sampling_chunks:
-            sequences = [chunk.sequence for chunk in sampling_chunks]
-            rows = [SamplerRow(s.request.sampling, s.seed, len(s.token_ids)) for s in sequences]
-            for sequence, token, logprob in zip(sequences, *sample(logits, rows), strict=True):
-                if token == NO_TOKEN:
-                    sequence.finish("abort")
-                    broken.append(sequence.request_id)
-                else:
-                    sequence.append(token, logprob, version)
-        num_drawn = len(sampling_chunks) - len(broken)
+        failures = Failures()
+        take_prompt_logprobs(chunks, prompt_logprobs, failures)
+        num_drawn = take_draws([chunk.sequence for chunk in sampling_chunks], logits, version, failures)
         self.stats.record(chunks, num_sampled=num_drawn, num_partial=len(chunks) - len(sampling_chunks))
-        return broken
-
-    def _non_finite(self, broken: list[str]) -> NonFiniteLogitsError:
-        names = ", ".join(broken[:8]) + (", ..." if len(broken) > 8 else "")
-        return NonFiniteLogitsError(
-            f"the logits of {len(broken)} requests ({names}) hold NaN or infinity under weight version "
-            f"{self.weights.version}, so no token was drawn; look for NaN in the weights",
-            self.discard(broken),
-        )
+        return failures
 
     def _collect(self) -> None:
         for sequence in self.scheduler.remove_finished(self.weights.version):

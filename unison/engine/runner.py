@@ -15,7 +15,7 @@ from unison.engine.scheduler import Chunk
 from unison.models.decoder import Decoder
 from unison.ops.padding import NumericsPath
 from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, output_index
-from unison.ops.vocab import vocabulary_logits
+from unison.ops.vocab import token_logprobs, vocabulary_logits
 
 
 class Runner:
@@ -25,15 +25,43 @@ class Runner:
         self._path = path
 
     @torch.inference_mode()
-    def run(self, chunks: Items[Chunk]) -> Tensor:
-        """Logits [N, V] of the last row of each chunk that samples, in the order of the chunks."""
+    def run(self, chunks: Items[Chunk]) -> tuple[Tensor, dict[int, list[float]]]:
+        """Logits [N, V] of the last row of each chunk that samples, in the order of the chunks; and, by index
+        of the chunk, the log-probs that the chunk's rows give to prompt tokens, where a request asks for them."""
         plan = self._plan(chunks)
         tokens, positions = _rows(chunks, plan.num_rows)
         hidden = self.model(tokens, positions, plan, self._pool.layers)
         last_rows = [end - 1 for chunk, (_, end) in zip(chunks, plan.segments, strict=True) if chunk.samples]
-        return vocabulary_logits(
+        logits = vocabulary_logits(
             hidden[torch.tensor(last_rows, dtype=torch.int64)], self.model.head_weight(), self._path
         )
+        return logits, self._prompt_logprobs(chunks, plan.segments, hidden)
+
+    def _prompt_logprobs(
+        self, chunks: Items[Chunk], segments: Items[tuple[int, int]], hidden: Tensor
+    ) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for i, (chunk, (first, _)) in enumerate(zip(chunks, segments, strict=True)):
+            sequence = chunk.sequence
+            if len(sequence.prompt_logprobs) == sequence.num_prompt_logprobs:
+                continue
+            rows = sequence.rows_to_score(chunk.start, chunk.count)
+            if not rows:
+                continue
+            sampling = sequence.request.sampling
+            temperature = 1.0 if sampling.logprobs == "raw" else sampling.temperature
+            offset = first - chunk.start
+            # The trainer's own function: what it says of these tokens is the same to the bit.
+            values, _ = token_logprobs(
+                hidden[offset + rows.start : offset + rows.stop],
+                self.model.head_weight(),
+                torch.tensor(sequence.token_ids[rows.start + 1 : rows.stop + 1]),
+                torch.full((len(rows),), temperature, dtype=torch.float32),
+                path=self._path,
+                with_entropy=False,
+            )
+            found[i] = values.tolist()
+        return found
 
     def _plan(self, chunks: Items[Chunk]) -> AttentionPlan:
         segments: list[tuple[int, int]] = []

@@ -6,10 +6,14 @@ from unison.core.records import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
+    TokenLogprob,
     VersionRun,
     extend_runs,
 )
 from unison.engine.kv_pool import Extent
+from unison.engine.logit_edits import LogitEdits
+from unison.engine.sampler import SamplerRow
+from unison.engine.token_scores import RowScores
 from unison.text.detokenize import IncrementalDetokenizer
 from unison.text.stop import StopMatcher
 
@@ -18,7 +22,8 @@ class Sequence:
     """Tokens, cache position and output so far of one request.
 
     ``num_cached`` tokens have their keys and values in ``extent``; the rest of ``token_ids`` waits
-    to be computed. A sequence samples when all its tokens are computed.
+    to be computed. A sequence samples when all its tokens are computed, unless it is there for the
+    log-probs of its prompt only.
     """
 
     def __init__(
@@ -29,6 +34,7 @@ class Sequence:
         max_new_tokens: int,
         end_ids: frozenset[int],
         detokenizer: IncrementalDetokenizer | None,
+        edits: LogitEdits | None = None,
     ) -> None:
         self.request = request
         self.seed = seed
@@ -49,6 +55,19 @@ class Sequence:
         self.kv_versions: list[VersionRun] = []
         self.finish_reason: FinishReason | None = None
         self.matched_stop: int | str | None = None
+        # Nothing predicts the first token of a prompt.
+        self._first_scored = max(1, request.sampling.prompt_logprobs_from or 0)
+        asked = request.sampling.prompt_logprobs_from is not None
+        self.num_prompt_logprobs = len(request.prompt_ids) - self._first_scored if asked else 0
+        """Log-probs of prompt tokens that the request asks for."""
+        self.prompt_logprobs: list[float] = []
+        self.only_scores_prompt = False
+        """Whether the answer is complete and only the log-probs of the prompt are still to come."""
+        self._top_logprobs: list[list[TokenLogprob]] = []
+        self._token_id_logprobs: list[list[float]] = []
+        self._edits = edits
+        self._least_output = max(request.sampling.min_new_tokens, len(request.sampling.forced_ids))
+        """Output tokens before which nothing but the limit ends the answer."""
         self._text: list[str] = []
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.sampling.stop)
@@ -56,6 +75,8 @@ class Sequence:
             self.finish("length")
         for token in request.output_ids:
             self._take(token)
+        if self.finish_reason is not None and self.num_prompt_logprobs > 0:
+            self._score_prompt_first()
 
     @property
     def request_id(self) -> str:
@@ -73,10 +94,26 @@ class Sequence:
     @property
     def max_tokens(self) -> int:
         """Most tokens whose keys and values are ever needed; the last sampled one is never read."""
+        if self.only_scores_prompt:
+            return len(self.token_ids)
         return max(1, len(self.request.prompt_ids) + self.max_new_tokens - 1)
+
+    def rows_to_score(self, start: int, count: int) -> range:
+        """Those of the tokens [start, start + count) whose successor is a prompt token with its log-prob missing."""
+        missing = self._first_scored + len(self.prompt_logprobs)
+        num_left = self.num_prompt_logprobs - len(self.prompt_logprobs)
+        return range(max(start, missing - 1), min(start + count, missing - 1 + num_left))
+
+    def take_prompt_logprobs(self, logprobs: list[float]) -> None:
+        self.prompt_logprobs += logprobs
+        if self.only_scores_prompt and len(self.prompt_logprobs) == self.num_prompt_logprobs:
+            self.finish(*self._ending)
 
     def take_from_cache(self, count: int, version: int) -> None:
         """The first ``count`` tokens were copied from the prefix cache."""
+        if len(self.prompt_logprobs) < self.num_prompt_logprobs:
+            # Log-probs need hidden states, which the cache does not hold: from there on all is computed.
+            count = min(count, self._first_scored + len(self.prompt_logprobs) - 1)
         self.num_cache_hits = count
         self.record_cached(count, version)
 
@@ -91,9 +128,23 @@ class Sequence:
         self.num_cached += count
         extend_runs(self.kv_versions, version, count)
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def sampler_row(self) -> SamplerRow:
+        """What the sampler needs to draw the next token."""
+        forced = self.request.sampling.forced_ids
+        return SamplerRow(
+            self.request.sampling,
+            self.seed,
+            len(self.token_ids),
+            self._edits,
+            forced[self.num_output] if self.num_output < len(forced) else None,
+        )
+
+    def append(self, token: int, logprob: float, version: int, scores: RowScores | None = None) -> None:
         """Take one sampled token and decide whether it was the last."""
         self.logprobs.append(logprob)
+        if scores is not None:
+            self._top_logprobs.append(scores.top)
+            self._token_id_logprobs.append(scores.chosen)
         extend_runs(self.weight_versions, version, 1)
         self._take(token)
 
@@ -117,14 +168,31 @@ class Sequence:
             kv_versions=self.kv_versions,
             sampling=self.request.sampling,
             num_cached_tokens=self.num_cache_hits,
+            top_logprobs=self._top_logprobs if self.request.sampling.top_logprobs else [],
+            token_id_logprobs=self._token_id_logprobs if self.request.sampling.logprob_token_ids else [],
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+    def _score_prompt_first(self) -> None:
+        """Put off the end of an answer that is complete from the start until the prompt has its log-probs."""
+        assert self.finish_reason is not None
+        self._ending = (self.finish_reason, self.matched_stop)
+        self.finish_reason = self.matched_stop = None
+        self.only_scores_prompt = True
+        del self.token_ids[len(self.request.prompt_ids) :]
+
+    @property
+    def _may_end(self) -> bool:
+        return self.num_output >= self._least_output
 
     def _take(self, token: int) -> None:
         """Add an output token. Resumed ones pass here too, so an answer that had ended ends again."""
         self.token_ids.append(token)
+        if self._edits is not None:
+            self._edits.observe(token)
         if self.finish_reason is not None:
             return
-        if token in self.end_ids:  # its text is no part of the answer
+        if token in self.end_ids and self._may_end:  # its text is no part of the answer
             self.finish("stop", token)
             return
         matched = self._read(token)
@@ -137,7 +205,7 @@ class Sequence:
         """Feed one token to the detokenizer; the stop string it completed, if any."""
         if self._detokenizer is None:
             return None
-        text, matched = self._stops.push(self._detokenizer.push(token))
+        text, matched = self._stops.push(self._detokenizer.push(token), may_match=self._may_end)
         self._text.append(text)
         return matched
 
@@ -145,7 +213,7 @@ class Sequence:
         if self._detokenizer is None:
             return ""
         if not isinstance(self.matched_stop, str):
-            text, matched = self._stops.push(self._detokenizer.flush())
+            text, matched = self._stops.push(self._detokenizer.flush(), may_match=self._may_end)
             self._text.append(text)
             if matched is None:
                 self._text.append(self._stops.flush())

@@ -34,8 +34,11 @@ class StopMatcher:
         """The stop string that was found, if any."""
         return self._matched
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_match: bool = True) -> tuple[str, str | None]:
         """Take the next piece: (text that is safe to emit, the stop string found or None).
+
+        With may_match off, stop strings that end in this piece are passed over; one that begins in it
+        may still be completed later.
 
         Held back is exactly the longest tail that may still begin a stop string. Once a stop was
         found, all further text is trimmed and the same stop is returned.
@@ -48,7 +51,7 @@ class StopMatcher:
         node = self._node
         for i in range(len(self._held), len(buffer)):
             node = _step(self._nodes[0], node, buffer[i])
-            if node.match is not None:
+            if may_match and node.match is not None:
                 self._matched, self._held = node.match, ""
                 return buffer[: i + 1 - len(node.match)], node.match
         safe = len(buffer) - node.depth

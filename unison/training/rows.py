@@ -61,7 +61,8 @@ def build_rows(samples: Sequence[Sample], advantages: Tensor, truncated: Truncat
     A sample without a usable reward (unscorable, aborted, failed) has weight 0 throughout, and so has a
     truncated one under ``truncated="mask"``; its reward has still counted in its group. Whether anything is
     left to train says ``loss_denominator``. Raises DataError for samples that must never reach a loss:
-    unfinished ones, broken columns, log-probs that are not those of logits / temperature.
+    unfinished ones, broken columns, log-probs that are not those of logits / temperature, sampling settings
+    that the loss does not replay.
     """
     if advantages.shape != (len(samples),):
         raise ValueError(f"advantages have shape {tuple(advantages.shape)}, {len(samples)} samples need one each")
@@ -133,6 +134,11 @@ def _check_sample(sample: Sample, advantage: float) -> None:
         raise DataError(
             f"sample {sample.sample_id} carries {sample.sampling.logprobs!r} log-probs, the loss needs those of "
             "logits / temperature; sample with logprobs='scaled'"
+        )
+    if sample.sampling.edits_logits or sample.sampling.min_p > 0 or sample.sampling.forced_ids:
+        raise DataError(
+            f"sample {sample.sample_id} was sampled with penalties, bias, masks, min_new_tokens, min_p or forced_ids, "
+            "which the loss does not replay; leave them neutral in rollouts to be trained on"
         )
     if not math.isfinite(advantage):
         raise DataError(f"sample {sample.sample_id} has advantage {advantage}; an estimator must return finite numbers")

@@ -13,8 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import TYPE_CHECKING
 
 from harness import Measured, Meter, compare, emit
+
+if TYPE_CHECKING:
+    from unison.training.rows import TrainingRow
+    from unison.training.trainer import Trainer
 
 VARIANTS = ("unison-exact", "unison-fast", "bare-transformers")
 
@@ -45,29 +50,35 @@ def main() -> None:
     emit(run(options, num_sequences, length, int(scored)))
 
 
-def unison_step(options: argparse.Namespace, num_sequences: int, length: int, scored: int) -> Measured:
+def make_trainer(model: str, dtype_name: str, numerics: str, micro_batch_tokens: int) -> Trainer:
     import torch
 
     from unison.config.schema import AlgorithmConfig, TrainerConfig
     from unison.models.loading import load_model
     from unison.models.sources import resolve_model
     from unison.ops.padding import numerics_path
-    from unison.training.rows import TrainingRow
     from unison.training.trainer import Trainer
 
-    folder, dtype = resolve_model(options.model), getattr(torch, options.dtype)
+    folder, dtype = resolve_model(model), getattr(torch, dtype_name)
     masters = load_model(folder, torch.float32)
-    trainer = Trainer(
+    return Trainer(
         load_model(folder, dtype) if dtype != torch.float32 else masters,
         {name: parameter.data for name, parameter in masters.named_parameters()},
-        path=numerics_path(options.variant.removeprefix("unison-")),
-        config=TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, learning_rate=1e-5),
+        path=numerics_path(numerics),
+        config=TrainerConfig(micro_batch_tokens=micro_batch_tokens, learning_rate=1e-5),
         algorithm=AlgorithmConfig(),
     )
-    del masters
+
+
+def make_rows(num_sequences: int, length: int, scored: int, vocab_size: int) -> list[TrainingRow]:
+    """Random ids; the last ``scored`` tokens of each row are trained, advantages alternate."""
+    import torch
+
+    from unison.training.rows import TrainingRow
+
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 40000, (num_sequences, length), generator=generator).tolist()
-    rows = [
+    ids = torch.randint(5, min(40000, vocab_size), (num_sequences, length), generator=generator).tolist()
+    return [
         TrainingRow(
             sample_id=str(i),
             group_id="0",
@@ -79,6 +90,12 @@ def unison_step(options: argparse.Namespace, num_sequences: int, length: int, sc
         )
         for i, row in enumerate(ids)
     ]
+
+
+def unison_step(options: argparse.Namespace, num_sequences: int, length: int, scored: int) -> Measured:
+    numerics = options.variant.removeprefix("unison-")
+    trainer = make_trainer(options.model, options.dtype, numerics, options.micro_batch_tokens)
+    rows = make_rows(num_sequences, length, scored, trainer.model.spec.vocab_size)
     trainer.step(rows)
     parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimizer_s": []}
     with Meter() as meter:
@@ -99,7 +116,8 @@ def bare_step(options: argparse.Namespace, num_sequences: int, length: int, scor
     model = AutoModelForCausalLM.from_pretrained(resolve_model(options.model), dtype=getattr(torch, options.dtype))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = torch.randint(5, 40000, (num_sequences, length), generator=torch.Generator().manual_seed(0))
+    most = min(40000, model.config.vocab_size)
+    ids = torch.randint(5, most, (num_sequences, length), generator=torch.Generator().manual_seed(0))
     advantages = torch.where(torch.arange(num_sequences) % 2 == 1, 1.0, -1.0)[:, None]
     size = options.micro or num_sequences
     parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimizer_s": []}

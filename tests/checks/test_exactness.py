@@ -225,6 +225,11 @@ def test_training_with_gradients_finds_the_logprobs_of_the_rollout(
     assert without == [output.logprobs for output in outputs]
 
 
-@pytest.mark.slow
 def test_the_real_model_is_exact_in_bfloat16(smollm2: Path) -> None:
     assert run_exactness(str(smollm2), dtype="bfloat16", quick=True, report=print).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "quick"), [("float32", True), ("bfloat16", False), ("float32", False)])
+def test_the_real_model_is_exact_in_the_whole_matrix(smollm2: Path, dtype: str, quick: bool) -> None:
+    assert run_exactness(str(smollm2), dtype=dtype, quick=quick, report=print).passed

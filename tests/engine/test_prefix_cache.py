@@ -192,6 +192,18 @@ def test_cached_prefixes_make_room_for_running_requests(model: Decoder) -> None:
     assert_idle(engine)
 
 
+def test_a_prefix_that_stands_in_the_way_of_its_own_request_is_given_up(model: Decoder) -> None:
+    engine = make_engine(model, kv_tokens=128, page_size=8)
+    prompt = tuple(range(5, 60))
+    _answer(engine, request("a", prompt, max_new_tokens=4))
+    # Needs the whole pool in one piece, while its own prefix lies cached in the middle of it.
+    long = request("b", prompt, max_new_tokens=60)
+    engine.add_request(long)
+    outputs = [output for _ in range(80) for output in engine.step()]
+    assert [answer_of(output) for output in outputs] == [naive_answer(model, long)]
+    assert_idle(engine)
+
+
 def test_without_a_cache_nothing_is_shared(model: Decoder) -> None:
     engine = make_engine(model, prefix_cache=False)
     one = request("a", tuple(range(5, 40)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Literal
 
@@ -123,3 +124,37 @@ def test_generate_over_incomplete_weights_leaves_nothing_behind(own_model: Decod
     update.abort()
     push_weights(engine.weights, old, 6)
     assert_works(engine)
+
+
+@pytest.mark.parametrize("staging", ["shadow", "in_place"])
+def test_an_update_from_another_thread_never_lands_inside_a_step(own_model: Decoder, staging: str) -> None:
+    engine = Engine(own_model, path=EXACT, config=EngineConfig(kv_tokens=2048), staging=staging)  # type: ignore[arg-type]
+    for i in range(4):
+        engine.add_request(request(f"r{i}", max_new_tokens=60, seed=i))
+    seen: list[tuple[int, int]] = []
+    compute = engine._runner.run
+
+    def watched(chunks: object) -> object:
+        before = engine.weights.version
+        logits = compute(chunks)  # type: ignore[arg-type]
+        seen.append((before, engine.weights.version))
+        return logits
+
+    engine._runner.run = watched  # type: ignore[assignment,method-assign]
+    weights = {name: tensor.clone() for name, tensor in published_tensors(own_model).items()}
+
+    def update() -> None:
+        for version in range(1, 20):
+            push_weights(engine.weights, weights, version)
+
+    pushing = threading.Thread(target=update)
+    pushing.start()
+    outputs = []
+    while engine.has_work:
+        try:
+            outputs += engine.step()
+        except EngineStateError:
+            assert staging == "in_place"  # half of an update is in place: nothing is sampled meanwhile
+    pushing.join()
+    assert len(outputs) == 4
+    assert all(before == after for before, after in seen)

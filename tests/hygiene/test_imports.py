@@ -35,6 +35,7 @@ ROWS = (
     "training",
     "checkpoint",
     "evaluation",
+    "bench",
     "assembly",
     "loop",
     "cluster",

@@ -117,6 +117,8 @@ class _Check:
         references = {temperature: self._reference(temperature) for temperature in AXES["temperature"]}
         for axes in self.cells:
             yield self._cell(axes, references[axes["temperature"]])
+        for temperature, cache in ((0.7, False), (1.0, True)):
+            yield self._retracted(temperature, cache, references[temperature])
         yield self._control()
 
     def _reference(self, temperature: float) -> list[tuple[list[int], list[float]]]:
@@ -140,14 +142,23 @@ class _Check:
             warm = axes["cache"] == "warm"
             outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"], warm)
             trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
-        num_differing, worst, num_tokens = 0, 0.0, 0
-        for output, own, (tokens, logprobs) in zip(outputs, trained, reference[:count], strict=True):
-            num_tokens += len(tokens)
-            differing, difference = _compare(output.token_ids, output.logprobs, own, tokens, logprobs)
-            num_differing += differing
-            worst = max(worst, difference)
         name = ", ".join(f"{key} {value}" for key, value in axes.items())
-        return Cell(name, num_tokens, num_differing, worst, seen.line(), seen.proves(axes, requests))
+        return _judge(name, outputs, trained, reference[:count], seen, occurred=seen.proves(axes, requests))
+
+    def _retracted(self, temperature: float, cache: bool, reference: list[tuple[list[int], list[float]]]) -> Cell:
+        """The same requests where memory is so short that sequences are pushed back and computed again."""
+        requests = self._workload.requests(temperature, self._count)
+        longest = max(len(p) + n for p, n in zip(self._workload.prompts, self._workload.lengths, strict=True))
+        config = EngineConfig(
+            kv_tokens=EXACT.pad_keys(longest) + 160,
+            new_token_ratio=0.001,
+            prefix_cache=cache,
+            poison_freed_pages=True,
+        )
+        outputs, seen = _generate(self._model, requests, EXACT, config)
+        trained = training_logprobs(self._trainer_model, outputs, temperature, EXACT)
+        name = f"retracted and computed again, temperature {temperature}, prefix cache {'on' if cache else 'off'}"
+        return _judge(name, outputs, trained, reference, seen, occurred=seen.num_retractions > 0)
 
     def _control(self) -> Cell:
         requests = self._workload.requests(1.0, self._count)
@@ -161,6 +172,24 @@ class _Check:
         differing = [abs(a - b) for a, b in pairs if a != b]
         name = "negative control: stock operators, unpadded (must differ)"
         return Cell(name, len(pairs), len(differing), max(differing, default=0.0), seen.line(), True, True)
+
+
+def _judge(
+    name: str,
+    outputs: Sequence[GenerationOutput],
+    trained: Sequence[list[float]],
+    reference: Sequence[tuple[list[int], list[float]]],
+    seen: Witness,
+    *,
+    occurred: bool,
+) -> Cell:
+    num_differing, worst, num_tokens = 0, 0.0, 0
+    for output, own, (tokens, logprobs) in zip(outputs, trained, reference, strict=True):
+        num_tokens += len(tokens)
+        differing, difference = _compare(output.token_ids, output.logprobs, own, tokens, logprobs)
+        num_differing += differing
+        worst = max(worst, difference)
+    return Cell(name, num_tokens, num_differing, worst, seen.line(), occurred)
 
 
 def _compare(

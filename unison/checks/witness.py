@@ -39,12 +39,17 @@ class Witness:
         """A request just ended."""
         self._num_hits += output.num_cached_tokens
 
+    @property
+    def num_retractions(self) -> int:
+        return self._engine.stats.num_retractions
+
     def line(self) -> str:
         stats = self._engine.stats
         return (
             f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes)} up to {stats.max_batch_sequences}, "
             f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}, joined {self._num_joined}, "
-            f"pages {self._num_pages}, threads {max(self._threads, default=0)}, cached tokens {self._num_hits}"
+            f"pages {self._num_pages}, threads {max(self._threads, default=0)}, cached tokens {self._num_hits}, "
+            f"retractions {stats.num_retractions}"
         )
 
     def proves(self, axes: Mapping[str, Any], requests: Sequence[GenerationRequest]) -> bool:

@@ -18,6 +18,7 @@ from unison.core.errors import ConfigError, UnisonError
 COMMANDS: Final[dict[str, str]] = {
     "train": "train a model on your prompts and reward",
     "generate": "sample from a model",
+    "bench": "measure how fast a workload is answered, here or by a server",
     "check": "prove that rollout equals training on this machine",
     "doctor": "look for what is wrong or slow on this machine",
 }

@@ -101,6 +101,16 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ] = 2048
     prefill_chunk: Annotated[int, Meta(ge=1, description="Most tokens of one prompt prefilled in one step.")] = 512
     max_waiting: Annotated[int, Meta(ge=1, description="Requests that may wait; more are refused.")] = 100_000
+    policy: Annotated[
+        Literal["fcfs", "longest_prefix", "priority"],
+        Meta(description="Which waiting request runs next; pushed back and long waiting ones go first under all."),
+    ] = "fcfs"
+    new_token_ratio: Annotated[
+        float,
+        Meta(
+            gt=0, le=1, description="Share of max_new_tokens set aside at admission; 1 reserves it all, never retracts."
+        ),
+    ] = 0.7
     prefix_cache: Annotated[
         bool, Meta(description="Keep keys and values of finished requests for later ones that begin alike.")
     ] = True

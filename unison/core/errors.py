@@ -61,6 +61,10 @@ class NoTokenAllowedError(NonFiniteLogitsError):
     """The model gives probability 0 to every token that the requests' masks allow."""
 
 
+class ServerError(UnisonError, RuntimeError):
+    """An HTTP server that cannot be reached, refused a request, or answered something unusable."""
+
+
 class CapacityError(RequestError):
     """A request that can never fit into the engine's memory; carries the arithmetic."""
 

@@ -63,6 +63,8 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     output_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Under the engine's priority policy, higher comes first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +72,8 @@ class Engine:
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""
         self._num_named = 0
-        self._lock = threading.RLock()
+        # One lock for requests, steps and weights: an update waits for the step under way.
+        self._lock = self.weights.lock
 
     @classmethod
     def from_pretrained(
@@ -259,6 +259,7 @@ class Engine:
                 "the weights are incomplete: an in_place update began and was not committed; commit a complete update"
             )
         chunks = self.scheduler.schedule(self.weights.version)
+        self.stats.num_retractions = self.scheduler.num_retractions
         if chunks:
             failures = self._process(chunks, *self._runner.run(chunks))
             self._collect()
@@ -283,4 +284,5 @@ class Engine:
     def _collect(self) -> None:
         for sequence in self.scheduler.remove_finished(self.weights.version):
             del self._sequences[sequence.request_id]
+            self.stats.num_cached_tokens += sequence.num_cache_hits
             self._ended.append(sequence.output())

@@ -98,6 +98,18 @@ class KvPool:
         self._fill(first, first + needed, 0.0)
         return extent
 
+    def extend(self, extent: Extent, num_tokens: int) -> Extent | None:
+        """The extent lengthened in place to at least num_tokens, or None where the pages behind it are taken."""
+        needed, end = self.check_fits(num_tokens), extent.first_page + extent.num_pages
+        new_end = extent.first_page + needed
+        if new_end > self.num_pages or self._references[end:new_end].any():
+            return None
+        self._references[end:new_end] = 1
+        self._fill(end, new_end, 0.0)
+        longer = Extent(extent.first_page, needed, self.page_size)
+        self._owned[extent.first_page] = longer
+        return longer
+
     def free(self, extent: Extent) -> None:
         """Give an extent back; pages that the prefix cache holds too stay as they are."""
         if self._owned.get(extent.first_page) != extent:

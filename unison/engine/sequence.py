@@ -44,6 +44,9 @@ class Sequence:
         self.num_prior = len(request.prompt_ids) + len(request.output_ids)
         """Tokens that were there when the request came; those after them are sampled here."""
         self.num_cached = 0
+        self.was_pushed_back = False
+        self.num_passed_over = 0
+        """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
         """Tokens whose keys and values came from the prefix cache."""
         self.extent: Extent | None = None
@@ -113,6 +116,13 @@ class Sequence:
             count = min(count, self._first_scored + len(self.prompt_logprobs) - 1)
         self.num_cache_hits = count
         self.record_cached(count, version)
+
+    def push_back(self) -> None:
+        """The sequence lost its place in memory; its keys and values will be computed or found again."""
+        self.was_pushed_back = True
+        self.extent = None
+        self.num_cached = 0
+        self.kv_versions = []
 
     def record_cached(self, count: int, version: int) -> None:
         self.num_cached += count

@@ -14,6 +14,10 @@ class EngineStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_sampled_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens whose keys and values came from the prefix cache, over all requests that ended."""
+    num_retractions: int = 0
+    """Times a running sequence was pushed back to the queue because memory ran short."""
     num_mixed_steps: int = 0
     """Steps that held both prompt chunks and decoding sequences."""
     num_partial_chunks: int = 0

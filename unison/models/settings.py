@@ -47,9 +47,11 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"hidden_act={activation!r} is not supported; only silu is")
-    foreign = sorted(set(config.get("layer_types") or []) - {"full_attention"})
-    if foreign or config.get("use_sliding_window"):
-        raise ModelError(f"sliding-window layers ({', '.join(foreign) or 'use_sliding_window'}) are not supported")
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        raise ModelError(f"layer_types={layers!r} is not supported; only full_attention is")
+    if config.get("use_sliding_window"):
+        raise ModelError("use_sliding_window is set: sliding-window layers are not supported")
     if config.get("quantization_config"):
         raise ModelError(
             "quantization_config is set: quantised weights are not supported; use a bf16 or float32 folder"

@@ -8,6 +8,7 @@ in_place  tensors are written straight into the live weights; from the first one
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -43,6 +44,8 @@ class WeightStore:
         self.complete = True
         """False while the live weights are a mixture; nothing may be sampled from them."""
         self.staging = staging
+        self.lock = threading.RLock()
+        """Held by whoever computes with the live weights, and while they change: never between two layers."""
         self._spare: dict[str, Tensor] | None = None
         self._open: WeightTransaction | None = None
 
@@ -70,14 +73,15 @@ class WeightStore:
         return self._spare
 
     def _adopt(self, transaction: WeightTransaction) -> None:
-        if self.staging == "shadow":
-            spare = self._live()
-            for name, parameter in self.model.named_parameters():
-                parameter.data = transaction.targets[name]
-            self._spare = spare
-        self.version = transaction.version
-        self.complete = True
-        self._open = None
+        with self.lock:
+            if self.staging == "shadow":
+                spare = self._live()
+                for name, parameter in self.model.named_parameters():
+                    parameter.data = transaction.targets[name]
+                self._spare = spare
+            self.version = transaction.version
+            self.complete = True
+            self._open = None
 
     def _drop(self) -> None:
         self._open = None
@@ -99,16 +103,25 @@ class WeightTransaction:
         self._check_open()
         if target != "base":
             raise WeightUpdateError(f"target={target!r} is not supported by this engine; only base is")
-        was_complete = self._store.complete
-        if self._store.staging == "in_place":
-            self._store.complete = False
         try:
-            self._loader.write(name, tensor)
+            if self._store.staging == "in_place":
+                self._write_live(name, tensor)
+            else:
+                self._loader.write(name, tensor)
         except ModelError as error:
-            # A refused tensor was not written: the weights are what they were.
-            self._store.complete = was_complete
             raise WeightUpdateError(f"update to version {self.version}: {error}") from error
         self._num_tensors += 1
+
+    def _write_live(self, name: str, tensor: Tensor) -> None:
+        store = self._store
+        with store.lock:
+            was_complete, store.complete = store.complete, False
+            try:
+                self._loader.write(name, tensor)
+            except ModelError:
+                # A refused tensor was not written: the weights are what they were.
+                store.complete = was_complete
+                raise
 
     def commit(self, expected_checksum: str | None = None) -> Commit:
         """Publish the version if the set is complete (and its checksum as expected); else raise and stay open."""

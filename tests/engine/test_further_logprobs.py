@@ -223,3 +223,26 @@ def test_prompt_logprobs_of_nan_are_an_error(own_model: Decoder) -> None:
     with pytest.raises(NonFiniteLogitsError, match=r"\(bad\)"):
         engine.run()
     assert_works(engine)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_a_request_asked_for_survives_being_pushed_back(model: Decoder, prefix_cache: bool) -> None:
+    noise = random.Random(8)
+    settings: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.8, "repetition_penalty": 1.3},
+        {"prompt_logprobs_from": 0, "top_logprobs": 2},
+        {"forced_ids": tuple(range(40, 60)), "logit_bias": {7: 2.0}},
+        {"min_new_tokens": 20, "min_p": 0.05},
+    ]
+    requests = [
+        request(f"r{i}", [noise.randrange(250) for _ in range(20)], seed=i, max_new_tokens=50, **settings[i % 4])
+        for i in range(8)
+    ]
+    roomy = answers(make_engine(model, kv_tokens=4096), requests)
+    engine = make_engine(model, kv_tokens=256, new_token_ratio=0.01, prefix_cache=prefix_cache, max_running=8)
+    for one, output, expected in zip(requests, answers(engine, requests), roomy, strict=True):
+        assert answer_of(output) == answer_of(expected) == naive_answer(model, one)
+        assert (output.top_logprobs, output.prompt_logprobs) == (expected.top_logprobs, expected.prompt_logprobs)
+        assert len(output.prompt_logprobs) == (19 if one.sampling.prompt_logprobs_from == 0 else 0)
+    assert engine.stats.num_retractions > 2
+    assert_idle(engine)

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unison.core.sampling import SamplingParams as SamplingParams
+    from unison.engine.client import InProcessClient as InProcessClient
     from unison.engine.engine import Engine as Engine
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["Engine", "InProcessClient", "SamplingParams", "__version__"]
 
-_EXPORTS = {"Engine": "unison.engine.engine", "SamplingParams": "unison.core.sampling"}
+_EXPORTS = {
+    "Engine": "unison.engine.engine",
+    "InProcessClient": "unison.engine.client",
+    "SamplingParams": "unison.core.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -20,3 +25,7 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'unison' has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

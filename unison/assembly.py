@@ -25,6 +25,7 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
+from unison.ops.padding import EXACT
 from unison.rewards.base import load_reward
 from unison.rollout.collect import PromptTask
 from unison.text.tokenizer import Tokenizer
@@ -78,9 +79,10 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     prompts = encode_all(source, tokenizer, config.data)
     # Encoded once here, so that a prompt that cannot be used stops the run before it starts.
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
-    eval_tasks = _eval_tasks(config, tokenizer, spec, notes)
+    eval_tasks = _eval_tasks(config, tokenizer, notes)
     bad_rows = list(getattr(source, "skipped", ()))
     notes += [f"skipped: {line}" for line in bad_rows]
+    _check_context(config, spec, longest_prompt, eval_tasks)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
     notes += choice.notes
     engine = _engine(config, folder, choice, tokenizer)
@@ -102,6 +104,27 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         longest_prompt=longest_prompt,
         notes=notes,
     )
+
+
+def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, eval_tasks: list[PromptTask]) -> None:
+    """Raise ConfigError for what the engine would refuse in the middle of the run."""
+    longest = max([longest_prompt, *(len(task.token_ids) for task in eval_tasks)])
+    if longest >= spec.max_positions:
+        raise ConfigError(
+            f"a prompt has {longest} tokens, which leaves no room in the model's context of {spec.max_positions}; "
+            f'set data.max_prompt_tokens={spec.max_positions - 1} and data.on_long_prompt="skip", or shorten it'
+        )
+    most = EXACT.pad_keys(min(longest + config.rollout.max_new_tokens, spec.max_positions))
+    if 0 < config.engine.kv_tokens < most:
+        raise ConfigError(
+            f"engine.kv_tokens={config.engine.kv_tokens} cannot hold the longest prompt of {longest} tokens and "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; use at least {most}, or 0 to size it from memory"
+        )
+    foreign = [token for token in config.rollout.stop_token_ids if not 0 <= token < spec.vocab_size]
+    if foreign:
+        raise ConfigError(
+            f"rollout.stop_token_ids holds {foreign[0]}, outside the vocabulary [0, {spec.vocab_size - 1}]"
+        )
 
 
 def set_threads(count: int) -> None:
@@ -133,19 +156,17 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def _eval_tasks(config: TrainConfig, tokenizer: Tokenizer, spec: DecoderSpec, notes: list[str]) -> list[PromptTask]:
+def _eval_tasks(config: TrainConfig, tokenizer: Tokenizer, notes: list[str]) -> list[PromptTask]:
     if config.eval.problems == 0:
+        if config.data.eval is not None:
+            notes.append("data.eval is set but eval.problems=0: nothing is evaluated.")
         return []
     source = load_source(config.data, "eval", config.run.seed)
     notes += [f"skipped: {line}" for line in getattr(source, "skipped", ())]
     tasks = [prompt_task(prompt) for prompt in encode_all(source, tokenizer, config.data)]
     if len(tasks) < config.eval.problems:
         notes.append(f"eval.problems={config.eval.problems}, but the held-out set has {len(tasks)}; all are used.")
-    tasks = tasks[: config.eval.problems]
-    longest = max(len(task.token_ids) for task in tasks)
-    if longest >= spec.max_positions:
-        raise ConfigError(f"a held-out prompt has {longest} tokens; the model's context is {spec.max_positions}")
-    return tasks
+    return tasks[: config.eval.problems]
 
 
 def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer) -> Engine:

@@ -36,6 +36,7 @@ from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
 _NUM_FAILURES_SHOWN = 3
+_NUM_FLAT_STEPS = 3
 
 
 @dataclass(slots=True)
@@ -61,8 +62,11 @@ def run_training(
         run.introduce()
         try:
             asyncio.run(run.train())
-        finally:
+        except BaseException:
             run.close()
+            folder.discard_unless_begun()
+            raise
+        run.close()
         return run.finish(time.perf_counter() - started)
 
 
@@ -78,6 +82,7 @@ class Run:
             [JsonlSink(folder.metrics), ConsoleSink(self.config.trainer.steps, write=progress.print)]
         )
         self._evaluations: dict[int, Metrics] = {}
+        self._num_flat_steps = 0
 
     async def train(self) -> None:
         """Baseline, then steps: collect, score, estimate, update, publish; evaluate when it is due."""
@@ -89,6 +94,7 @@ class Run:
             advantages = self.advantages(samples)
             totals = self.update(samples, advantages)
             metrics |= totals.metrics() | self.publish(step, totals)
+            self.note_missing_contrast(step, metrics)
             metrics |= self.accounts(metrics, totals, time.perf_counter() - started)
             self.write_rollouts(step, samples, advantages)
             if self._evaluation_due(step):
@@ -138,6 +144,15 @@ class Run:
         if self.parts.numerics.path.name == "exact":
             _check_exact(totals, is_first)
         return totals
+
+    def note_missing_contrast(self, step: int, metrics: Metrics) -> None:
+        """Say so when steps in a row had nothing to learn from."""
+        self._num_flat_steps = self._num_flat_steps + 1 if metrics["rollout/no_contrast_share"] == 1 else 0
+        if self._num_flat_steps == _NUM_FLAT_STEPS:
+            self._progress.print(
+                f"note: step {step}: in the last {_NUM_FLAT_STEPS} steps all samples of each prompt scored alike, so "
+                "nothing was learnt; make the task easier or harder, or look at the reward in rollouts.jsonl"
+            )
 
     def publish(self, step: int, totals: StepTotals) -> Metrics:
         """Give the engine the new weights; nothing moves where no token was trained."""
@@ -212,14 +227,27 @@ class Run:
         """Export, plot, summary, and the last words."""
         digest = tensors_digest(self.parts.trainer.published())
         result = RunResult(self.folder.path, digest, self._evaluations)
+        problem: UnisonError | None = None
         if self.config.log.export:
-            export_model(self.parts.trainer.model, self.parts.model_folder, self.folder.model)
-        self.folder.write_summary(self._summary(result, seconds))
+            try:
+                export_model(self.parts.trainer.model, self.parts.model_folder, self.folder.model)
+            except UnisonError as error:
+                problem = error
+        self._write_summary(result, seconds)
         if self.config.log.plot:
             self._draw_plot()
         for line in _last_words(self.folder, self.config, result, seconds):
             self._progress.print(line)
+        if problem is not None:
+            # The trained model is what the run was for: without it the run has failed, but all else is written.
+            raise problem
         return result
+
+    def _write_summary(self, result: RunResult, seconds: float) -> None:
+        try:
+            self.folder.write_summary(self._summary(result, seconds))
+        except OSError as error:
+            self._progress.print(f"note: no summary: {error}")
 
     def _draw_plot(self) -> None:
         try:
@@ -269,7 +297,7 @@ def peak_memory_bytes() -> int:
 
 
 def _check_exact(totals: StepTotals, is_first: bool) -> None:
-    if totals.logp_diff_max != 0:
+    if not totals.logp_diff_max == 0:
         raise NumericsError(
             f"exact numerics was broken: log-probs of rollout and training differ by up to {totals.logp_diff_max:.3g}; "
             "run `unison check exactness` on this model, and use model.numerics=fast to go on without the promise"

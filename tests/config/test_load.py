@@ -91,7 +91,7 @@ def test_flag_text_is_typed_by_the_schema(flag: str, text: str, expected: object
         ("engine.page_size", "5000", "an integer >= 1 and <= 4096"),
         ("trainer.beta1", "1.0", "a number >= 0 and < 1"),
         ("trainer.learning_rate", "nan", "a number >= 0"),
-        ("trainer.learning_rate", "inf", "a finite number"),
+        ("trainer.max_grad_norm", "inf", "a finite number"),
         ("trainer.learning_rate", "true", "a number >= 0"),
         ("data.shuffle", "yes", "true or false"),
         ("data.shuffle", "True", "true or false"),

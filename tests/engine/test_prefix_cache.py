@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.engine.support import answer_of, assert_idle, make_engine, naive_answer, request
 from unison.core.records import GenerationOutput, GenerationRequest
+from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
 from unison.engine.prefix_cache import PrefixCache
 from unison.models.decoder import Decoder
@@ -215,3 +216,16 @@ def _answer(engine: Engine, one: GenerationRequest) -> GenerationOutput:
     engine.add_request(one)
     (output,) = engine.run()
     return output
+
+
+def test_nothing_dead_is_held_on_to(model: Decoder) -> None:
+    engine = make_engine(model, kv_tokens=8192)
+    assert engine.cache is not None
+    for round_ in range(40):
+        engine.generate([[round_, i, 3, 4, 5, 6, 7, 8, 9] for i in range(4)], SamplingParams(n=3, max_new_tokens=3))
+        if round_ % 2:
+            engine.flush_cache()
+            assert len(engine.cache._leaves) == 0
+    engine.generate([[1, 2, 3]] * 200, SamplingParams(max_new_tokens=2))
+    assert len(engine.cache._leaves) <= 2 * engine.cache._num_nodes + 65
+    engine.check()

@@ -39,5 +39,13 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 def test_no_scores_have_no_interval_and_one_graded_score_has_no_bounds() -> None:
     assert all(math.isnan(end) for end in score_interval([], 0.95))
-    assert score_interval([0.5], 0.95) == (-math.inf, math.inf)
-    assert score_interval([0.5, 0.5, 0.5], 0.95) == (0.5, 0.5)
+    assert score_interval([1.5], 0.95) == (-math.inf, math.inf)
+    assert score_interval([1.5, 1.5, 1.5], 0.95) == (1.5, 1.5)
+
+
+def test_graded_scores_between_0_and_1_keep_their_interval_there() -> None:
+    noise = random.Random(9)
+    for _ in range(200):
+        scores = [noise.betavariate(0.3, 4) for _ in range(noise.randint(1, 8))]
+        low, high = score_interval(scores, 0.95)
+        assert 0 <= low <= sum(scores) / len(scores) + 1e-12 and high <= 1

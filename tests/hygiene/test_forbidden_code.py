@@ -20,6 +20,7 @@ BROAD_HANDLERS = {
     "unison/observability/sinks.py:MultiSink.close": "counted in num_failures and warned of",
     "unison/observability/sinks.py:MultiSink.log": "counted in num_failures and warned of",
     "unison/rewards/scoring.py:_call": "the samples become unscorable, with the reason, and are counted",
+    "unison/rewards/scoring.py:_text": "only replaces the text of an error that is counted all the same",
 }
 """file:function that may catch any Exception without raising again -> where the error is counted or shown."""
 

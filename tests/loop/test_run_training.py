@@ -11,7 +11,7 @@ import torch
 
 from unison.config.load import load_config
 from unison.config.schema import TrainConfig
-from unison.core.errors import ConfigError, DataError, NumericsError, RewardError
+from unison.core.errors import ConfigError, DataError, ModelError, NumericsError, RewardError
 from unison.loop import RunResult, run_training
 
 TinyModelDir = Callable[..., Path]
@@ -229,3 +229,36 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(
     with pytest.raises((error, ConfigError), match=message):
         run(tiny_model_dir(), tmp_path / "run", **sections)
     assert not (tmp_path / "run").exists()
+
+
+def test_prompts_over_the_context_are_refused_before_the_run_starts(
+    tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    (tmp_path / "long.jsonl").write_text(
+        '{"prompt": "ok", "label": "1"}\n' + json.dumps({"prompt": "x" * 2050, "label": "2"})
+    )
+    with pytest.raises(ConfigError, match="no room in the model's context of 2048"):
+        run(
+            tiny_model_dir(),
+            tmp_path / "run",
+            data={"source": "jsonl", "train": str(tmp_path / "long.jsonl"), "options": {}},
+            eval={"problems": 0},
+        )
+    with pytest.raises(ConfigError, match=r"kv_tokens=16 cannot hold the longest prompt"):
+        run(tiny_model_dir(), tmp_path / "run", engine={"kv_tokens": 16})
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        run(tiny_model_dir(), tmp_path / "run", rollout={"stop_token_ids": [99999]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_export_leaves_everything_else_and_says_so(
+    tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unison.models.saving.save_file", full_disk)
+    with pytest.raises(ModelError, match="No space left"):
+        run(tiny_model_dir(), tmp_path / "run", log={"export": True, "progress": "off", "plot": False})
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert not list((tmp_path / "run").glob("model*"))

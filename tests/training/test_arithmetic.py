@@ -52,7 +52,7 @@ def test_ordinary_batches_are_accepted() -> None:
             {"algorithm": {"normalize_std": False, "std_epsilon": 1e-4}},
             ["algorithm.std_epsilon=0.0001", "normalize_std=false"],
         ),
-        ({"trainer": {"learning_rate": float("inf")}}, ["trainer.learning_rate=inf", "finite"]),
+        ({"trainer": {"max_grad_norm": float("inf")}}, ["trainer.max_grad_norm=inf", "finite"]),
         ({"algorithm": {"kl_coef": float("inf")}}, ["algorithm.kl_coef=inf", "finite"]),
     ],
 )

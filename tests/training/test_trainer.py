@@ -226,12 +226,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_writes_the_batch(
     with torch.no_grad():
         next(iter(trainer.model.parameters()))[rows[0].token_ids[0]] = math.nan
     before = {name: p.detach().clone() for name, p in trainer.masters.parameters.items()}
-    with pytest.raises(NonFiniteError, match=r"no weight was changed.*batch-1\.jsonl"):
+    with pytest.raises(NonFiniteError, match=r"no weight was changed.*batch-2\.jsonl"):
         trainer.step(rows)
     for name, parameter in trainer.masters.parameters.items():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num())
     assert trainer.num_steps == 1
-    written = [json.loads(line) for line in (tmp_path / "failures" / "batch-1.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "failures" / "batch-2.jsonl").read_text().splitlines()]
     assert [row["token_ids"] for row in written] == [row.token_ids for row in rows]
 
 
@@ -268,3 +268,18 @@ def test_a_kl_weight_needs_a_reference(tiny_model_dir: TinyModelDir) -> None:
     model = load_model(tiny_model_dir(), torch.float32)
     with pytest.raises(ValueError, match="reference"):
         Trainer(model, {}, path=EXACT, config=TrainerConfig(), algorithm=AlgorithmConfig(kl_coef=0.1))
+
+
+def test_weights_that_are_not_finite_are_never_published(tiny_model_dir: TinyModelDir) -> None:
+    trainer = make_trainer(tiny_model_dir(), dtype=torch.bfloat16, learning_rate=1e-2)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    step = trainer._optimizer.step
+
+    def broken_step() -> None:
+        step()
+        next(iter(trainer.masters.parameters.values())).data[0, 0] = 3.4e38  # finite in float32, infinite in bfloat16
+
+    trainer._optimizer.step = broken_step  # type: ignore[method-assign,assignment]
+    with pytest.raises(NonFiniteError, match="not published"):
+        trainer.step(as_rows(as_samples(oracle_batch())))
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

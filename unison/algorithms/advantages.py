@@ -12,9 +12,7 @@ from torch import Tensor
 
 from unison.config.names import did_you_mean
 from unison.core.errors import ConfigError, RewardError
-
-MAX_ABS_REWARD = 1e100
-"""Larger rewards are refused: the square of a difference must stay finite in float64."""
+from unison.core.records import MAX_ABS_REWARD
 
 
 class AdvantageEstimator(Protocol):
@@ -64,7 +62,7 @@ def _load_estimator(path: str) -> AdvantageEstimator:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"algorithm.name={path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); "
             "the module must be importable from where the run is started"

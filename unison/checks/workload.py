@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unison.core.records import GenerationRequest
@@ -27,6 +28,10 @@ class Workload:
 
     prompts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
+
+    def items(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """(prompt, answer length) of each request."""
+        return zip(self.prompts, self.lengths, strict=True)
 
     def requests(self, temperature: float, count: int) -> list[GenerationRequest]:
         return [

@@ -24,7 +24,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     dir: Annotated[str | None, Meta(description="Run folder; by default runs/<name>.")] = None
     name: Annotated[str, Meta(description="Name of the run, shown in its folder and its plot.")] = "run"
     seed: Annotated[int, Meta(ge=0, description="Seed of everything random in the run.")] = 0
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0 takes the machine's cores.")] = 0
+    threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads of torch; 0 takes the machine's cores.")] = 0
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     prompts_per_step: Annotated[int, Meta(ge=1, description="Prompts drawn for each training step.")] = 16
-    samples_per_prompt: Annotated[int, Meta(ge=1, description="Samples of each prompt: the group.")] = 8
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=4096, description="Samples of each prompt: the group.")] = 8
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature.")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus; below 1 needs allow_filtered_sampling.")] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="Top-k; -1 is off; else needs allow_filtered_sampling.")] = -1
@@ -142,7 +142,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     logprob_chunk_tokens: Annotated[
         int, Meta(ge=8, description="Rows of the vocabulary projection computed at a time.")
     ] = 256
-    learning_rate: Annotated[float, Meta(ge=0, description="Peak learning rate of AdamW.")] = 1e-6
+    learning_rate: Annotated[float, Meta(ge=0, le=1, description="Peak learning rate of AdamW.")] = 1e-6
     schedule: Annotated[
         Literal["constant", "linear", "cosine"], Meta(description="Course of the learning rate after warm-up.")
     ] = "constant"
@@ -150,7 +150,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     min_learning_rate: Annotated[float, Meta(ge=0, description="Where the linear and cosine schedules end.")] = 0.0
     beta1: Annotated[float, Meta(ge=0, lt=1, description="AdamW beta1.")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1, description="AdamW beta2.")] = 0.999
-    adam_epsilon: Annotated[float, Meta(gt=0, description="AdamW epsilon.")] = 1e-8
+    adam_epsilon: Annotated[float, Meta(ge=1e-16, le=1, description="AdamW epsilon.")] = 1e-8
     weight_decay: Annotated[
         float, Meta(ge=0, description="AdamW weight decay, on matrices only (never on norms and biases).")
     ] = 0.0
@@ -160,10 +160,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 class EvalConfig(Section, frozen=True, kw_only=True):
     problems: Annotated[int, Meta(ge=0, description="Held-out prompts per evaluation; 0 is off.")] = 0
     every: Annotated[int, Meta(ge=0, description="Evaluate every so many steps; 0: only before and after.")] = 0
-    samples: Annotated[int, Meta(ge=1, description="Samples of each prompt in the sampled evaluation.")] = 1
+    samples: Annotated[int, Meta(ge=1, le=4096, description="Samples of each prompt in the sampled evaluation.")] = 1
     temperature: Annotated[float, Meta(gt=0, description="Temperature of the sampled evaluation.")] = 1.0
     greedy: Annotated[bool, Meta(description="Also evaluate greedily.")] = True
-    confidence: Annotated[float, Meta(gt=0, lt=1, description="Level of the confidence interval.")] = 0.95
+    confidence: Annotated[float, Meta(gt=0, le=0.999999, description="Level of the confidence interval.")] = 0.95
 
 
 class LogConfig(Section, frozen=True, kw_only=True):

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from unison.core.sampling import SamplingParams
 
+MAX_ABS_REWARD = 1e100
+"""Larger rewards cannot be averaged: the square of a difference must stay finite in float64."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 

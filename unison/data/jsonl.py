@@ -17,6 +17,9 @@ _BOM: Final = b"\xef\xbb\xbf"
 _MAX_REPORTED: Final = 10
 
 
+_MAX_DEPTH = 100
+
+
 class JsonlSource:
     """The usable rows of a file, read whole at the start.
 
@@ -93,6 +96,11 @@ def _read_row(record: bytes, row_id: str, prompt_key: str, label_key: str | None
     _check_prompt(prompt)
     label = None if label_key is None else _required(row, label_key, "label")
     metadata = {key: value for key, value in row.items() if key not in (prompt_key, label_key)}
+    taken = sorted(metadata.keys() & {"prompt", "label", "row_id"})
+    if taken:
+        raise _BadRow(
+            f"the key {taken[0]!r} beside the mapped ones: rewards find their own {taken[0]} there; rename it"
+        )
     return PromptRow(row_id, prompt, label, metadata)
 
 
@@ -115,7 +123,19 @@ def _parse(record: bytes) -> dict[str, Any]:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise _BadRow("holds half a surrogate pair, which is no character") from error
+    if _depth(row) > _MAX_DEPTH:
+        raise _BadRow(f"nested deeper than {_MAX_DEPTH} levels")
     return row
+
+
+def _depth(value: Any) -> int:
+    deepest, stack = 0, [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        deepest = max(deepest, depth)
+        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        stack += [(child, depth + 1) for child in children]
+    return deepest
 
 
 def _refuse_constant(name: str) -> None:

@@ -63,7 +63,7 @@ def load_source(config: DataConfig, split: Split, seed: int) -> PromptSource:
         source = factory(config, split, seed)
     except UnisonError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"data.source={config.source!r} failed: {type(error).__name__}: {error}") from error
     if not isinstance(source, PromptSource):
         raise ConfigError(

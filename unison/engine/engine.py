@@ -192,6 +192,8 @@ class Engine:
         self, prompts: Items[str] | Items[Items[int]], sampling: SamplingParams
     ) -> list[list[GenerationRequest]]:
         """One request per prompt and copy, with ids and seeds filled in."""
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling must be one SamplingParams for all prompts, not {type(sampling).__name__}")
         if not isinstance(prompts, Items) or isinstance(prompts, (str, bytes, bytearray)):
             raise RequestError(f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}")
         return [self._copies(prompt, sampling) for prompt in prompts]

@@ -10,6 +10,7 @@ from unison.models.spec import DecoderSpec
 
 _SHARE_OF_MEMORY = 0.25
 _TOKENS_PER_SEQUENCE = 2048
+_LONGEST = 32768
 
 
 def automatic_kv_tokens(spec: DecoderSpec, dtype: torch.dtype, max_running: int) -> int:
@@ -19,7 +20,8 @@ def automatic_kv_tokens(spec: DecoderSpec, dtype: torch.dtype, max_running: int)
     """
     per_token = spec.kv_bytes_per_token(dtype.itemsize)
     affordable = int(available_memory_bytes() * _SHARE_OF_MEMORY) // per_token
-    wanted = max_running * min(spec.max_positions, _TOKENS_PER_SEQUENCE)
+    # At least one sequence as long as the context, or prompts the model takes would be refused.
+    wanted = max(max_running * min(spec.max_positions, _TOKENS_PER_SEQUENCE), min(spec.max_positions, _LONGEST) + 512)
     return max(512, min(wanted, affordable) // 512 * 512)
 
 

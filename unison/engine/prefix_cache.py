@@ -21,6 +21,9 @@ TokenKey = Hashable
 """A token's key: its id, or (id, content hash) where an image stands behind it."""
 
 
+_SPARE_ENTRIES = 64
+
+
 class PageHolder(Protocol):
     """What the tree needs of a pool: references to the pages under a range of pool tokens."""
 
@@ -72,6 +75,7 @@ class PrefixCache:
         # dropped or pushed back when they surface, so an eviction costs O(log n), not a walk.
         self._leaves: list[tuple[int, int, Node]] = []
         self._ties = count()
+        self._num_nodes = 0
         self.num_tokens = 0
         """Tokens held, over all namespaces."""
         self.num_evicted_tokens = 0
@@ -142,6 +146,7 @@ class PrefixCache:
             root = self._roots.pop(name, None)
             if root is not None:
                 self._release_below(root)
+        self._rebuild_leaves()
 
     def check(self, page_size: int) -> int:
         """Raise RuntimeError unless the tree is a radix tree and its counts are right.
@@ -174,10 +179,12 @@ class PrefixCache:
         parent.children[tokens[0]] = node
         self._holder.retain(slot, len(tokens))
         self.num_tokens += len(tokens)
+        self._num_nodes += 1
         self._push_leaf(node)
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node in two; returns the upper half. A page under the cut gains a reference."""
+        self._num_nodes += 1
         upper = Node(node.tokens[:at], node.slot, node.parent, num_locks=node.num_locks, last_used=node.last_used)
         if node.parent is not None:
             node.parent.children[upper.tokens[0]] = upper
@@ -202,6 +209,19 @@ class PrefixCache:
 
     def _push_leaf(self, node: Node) -> None:
         heapq.heappush(self._leaves, (node.last_used, next(self._ties), node))
+        if len(self._leaves) > 2 * self._num_nodes + _SPARE_ENTRIES:
+            self._rebuild_leaves()
+
+    def _rebuild_leaves(self) -> None:
+        """Keep one entry for each leaf: stale ones hold on to dead nodes and their tokens."""
+        leaves, stack = [], list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            if node.parent is not None and not node.children:
+                leaves.append((node.last_used, next(self._ties), node))
+        heapq.heapify(leaves)
+        self._leaves = leaves
 
     def _pop_leaf(self) -> Node | None:
         while self._leaves:
@@ -220,6 +240,7 @@ class PrefixCache:
         if parent is None:
             raise RuntimeError("a root cannot be evicted")
         del parent.children[leaf.tokens[0]]
+        self._num_nodes -= 1
         leaf.parent = None
         self.num_tokens -= len(leaf.tokens)
         self.num_evicted_tokens += len(leaf.tokens)
@@ -233,6 +254,7 @@ class PrefixCache:
             node = stack.pop()
             stack += node.children.values()
             node.parent, node.children = None, {}
+            self._num_nodes -= 1
             self.num_tokens -= len(node.tokens)
             self._holder.release(node.slot, len(node.tokens))
 

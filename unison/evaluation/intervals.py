@@ -10,15 +10,16 @@ from collections.abc import Sequence
 def score_interval(scores: Sequence[float], confidence: float) -> tuple[float, float]:
     """Interval of the mean of independent scores at level ``confidence``.
 
-    0/1 scores: Wilson's score interval (Wilson 1927), sound for few problems and near 0 and 1.
-    Others: normal approximation with the sample standard deviation.
+    Scores within [0, 1]: Wilson's score interval (Wilson 1927), sound for few problems and near 0 and
+    1. It is exact in form for 0/1 scores and too wide for others, whose spread is smaller at the same
+    mean. Scores beyond [0, 1]: normal approximation with the sample standard deviation.
     """
     if not scores:
         return math.nan, math.nan
     z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
-    if all(score in (0.0, 1.0) for score in scores):
-        return wilson_interval(sum(scores), len(scores), z)
     mean = statistics.fmean(scores)
+    if all(0.0 <= score <= 1.0 for score in scores):
+        return wilson_interval(mean * len(scores), len(scores), z)
     spread = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
     return mean - z * spread, mean + z * spread
 

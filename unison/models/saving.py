@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,11 +34,26 @@ def export_model(model: Decoder, source: Path, target: Path, parameters: dict[st
     """Write ``model`` (or ``parameters`` in its place, e.g. float32 masters) into ``target``.
 
     Configuration, tokenizer, chat template and generation config are copied from ``source``, the
-    folder the model was loaded from. Values are saved bit for bit. Returns the files written.
+    folder the model was loaded from. Values are saved bit for bit. The folder appears whole or
+    not at all. Returns the files written; raises ModelError where it cannot be written.
     """
     if target.exists() and any(target.iterdir()):
         raise ModelError(f"{target} is not empty; export into a new folder")
-    target.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _write_folder(model, source, part, parameters)
+        if target.exists():
+            target.rmdir()
+        part.rename(target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ModelError(f"the model could not be exported to {target}: {error}") from error
+    return sorted(target.iterdir())
+
+
+def _write_folder(model: Decoder, source: Path, target: Path, parameters: dict[str, Tensor] | None) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in published_tensors(model, parameters).items()}
     dtypes = {tensor.dtype for tensor in tensors.values()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
@@ -48,4 +64,3 @@ def export_model(model: Decoder, source: Path, target: Path, parameters: dict[st
     for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    return sorted(target.iterdir())

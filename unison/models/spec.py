@@ -77,6 +77,8 @@ def read_common(config: Mapping[str, Any], family: str) -> DecoderSpec:
     """The part of config.json that all dense families share; families replace their own options."""
     refuse_unsupported(config)
     num_heads, hidden = read_integer(config, "num_attention_heads"), read_integer(config, "hidden_size")
+    if num_heads < 1:
+        raise ModelError(f"num_attention_heads={num_heads} in config.json must be at least 1")
     if config.get("head_dim") is None and (num_heads < 1 or hidden % num_heads):
         raise ModelError(f"hidden_size={hidden} is no multiple of num_attention_heads={num_heads}; give head_dim")
     return DecoderSpec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -56,11 +57,25 @@ class RunFolder:
             run._write_text("README.md", _readme(folder.name, command))
         except FileExistsError:
             raise ConfigError(_used(folder, "config.toml")) from None
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # A folder that could not be made is no run: it must not stand in the way of the next attempt.
+            with contextlib.suppress(OSError, ValueError):
+                (folder / "config.toml").unlink(missing_ok=True)
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot write the run folder {folder}: {error.strerror}; choose another with --run.dir DIR"
+                f"cannot write the run folder {folder}: {reason}; choose another with --run.dir DIR"
             ) from None
         return run
+
+    def discard_unless_begun(self) -> None:
+        """Remove the folder's files where no step was ever logged: a run that did not begin keeps no name taken."""
+        self.close()
+        if self.metrics.exists() and self.metrics.stat().st_size:
+            return
+        for name in ("config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()  # only where nothing else lies in it
 
     @property
     def config(self) -> Path:

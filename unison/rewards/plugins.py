@@ -66,7 +66,7 @@ def load_object(path: str, *, kind: str, error: type[UnisonError]) -> Any:
         sys.path.append(directory)
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise error(
             f"the {kind} {path!r} cannot be loaded: importing {module_name} failed: {type(cause).__name__}: {cause}"
             f" (looked in {directory} and the installed packages)"

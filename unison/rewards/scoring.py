@@ -6,14 +6,17 @@ Reward functions run in this process, without a time limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import traceback
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, Final
 
 from unison.core.errors import RewardError
 from unison.core.protocols import Grader
-from unison.core.records import Sample, SampleStatus
+from unison.core.records import MAX_ABS_REWARD, Sample, SampleStatus
 from unison.rewards.base import RewardFunction, as_grader
 
 _SCORED: Final = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
@@ -134,7 +137,7 @@ def _outcomes(
         return []
     if getattr(grader, "per_sample", False):
         return [_one(name, grader, sample) for sample in samples]
-    scores = _call(grader, samples)
+    scores = _call(name, grader, samples)
     if not isinstance(scores, _Failed):
         return [_checked(value) for value in _counted(name, scores, len(samples))]
     batch_errors.append(f"{name}: {scores.reason}")
@@ -142,17 +145,44 @@ def _outcomes(
 
 
 def _one(name: str, grader: Grader, sample: Sample) -> float | _Failed | None:
-    scores = _call(grader, [sample])
+    scores = _call(name, grader, [sample])
     return scores if isinstance(scores, _Failed) else _checked(_counted(name, scores, 1)[0])
 
 
-def _call(grader: Grader, samples: Sequence[Sample]) -> Any:
-    """What the function returned, iterators run out; or that it raised, which its caller reports."""
+def _call(name: str, grader: Grader, samples: Sequence[Sample]) -> Any:
+    """What the function returned, as a list where it can be one; or that it raised, which its caller reports."""
+    before = [(list(sample.token_ids), _bits(sample.logprobs)) for sample in samples]
     try:
-        scores: Any = grader(samples)
-        return list(scores) if isinstance(scores, Iterator) else scores
-    except Exception as error:
-        return _failed(f"{type(error).__name__}: {error}")
+        # A list of its own: a function that sorts or empties it must not move rewards to other samples.
+        scores: Any = grader(list(samples))
+        if isinstance(scores, Iterable) and not isinstance(scores, (str, bytes, Mapping)):
+            scores = list(scores)
+    except (Exception, SystemExit) as error:
+        scores = _failed(f"{type(error).__name__}: {_text(error)}{_place(error)}")
+    for sample, (token_ids, logprobs) in zip(samples, before, strict=True):
+        if sample.token_ids != token_ids or _bits(sample.logprobs) != logprobs:
+            raise RewardError(
+                f"the reward {name!r} changed the tokens or log-probs of {sample.sample_id}; it may only read"
+            )
+    return scores
+
+
+def _bits(logprobs: Sequence[float]) -> bytes:
+    return array("d", logprobs).tobytes()
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's code the error arose."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _text(value: object) -> str:
+    """The value as text, even where its own code fails."""
+    try:
+        return str(value)
+    except Exception as error:  # a user's __str__ may raise anything; the sample is unscorable all the same
+        return f"<no text: {type(error).__name__}>"
 
 
 def _counted(name: str, scores: Any, expected: int) -> list[Any]:
@@ -174,12 +204,14 @@ def _checked(value: Any) -> float | _Failed | None:
         except (RuntimeError, TypeError, ValueError) as error:
             return _failed(f"returned a {type(value).__name__} that is no single number: {error}")
     if not isinstance(value, Real):
-        return _failed(f"returned {value!r}, a {type(value).__name__}; a score is a number or None")
+        return _failed(f"returned a {type(value).__name__}, {_text(value)}; a score is a number or None")
     try:
         number = float(value)
     except (OverflowError, ValueError) as error:
         return _failed(f"returned a number that no float holds: {error}")
-    return number if math.isfinite(number) else _failed(f"returned {number}")
+    if not abs(number) <= MAX_ABS_REWARD:
+        return _failed(f"returned {number}; a score is a finite number of at most {MAX_ABS_REWARD:g} in size")
+    return number
 
 
 def _failed(reason: str) -> _Failed:

@@ -40,6 +40,11 @@ class MasterWeights:
     def gradients(self) -> list[Tensor]:
         return [self.gradient(parameter) for parameter in self.parameters.values()]
 
+    def all_finite(self) -> bool:
+        """Whether every weight is finite, and stays so in the model's dtype."""
+        norms = torch.stack(list(torch._foreach_norm(list(self.parameters.values()), float("inf"))))
+        return bool(norms.to(self.model.dtype).isfinite().all())
+
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +50,9 @@ class StepTotals:
         self.num_micro_batches += 1
         self.num_tokens += micro.num_tokens
         self.num_trained_tokens += len(micro.targets_N)
-        self.logp_diff_max = max(self.logp_diff_max, float(difference.max()))
+        self.logp_diff_max = _largest(self.logp_diff_max, float(difference.max()))
         self.logp_diff_sum += float(difference.sum())
-        self.ratio_max = max(self.ratio_max, float(policy.ratio.max()))
+        self.ratio_max = _largest(self.ratio_max, float(policy.ratio.max()))
         self.ratio_sum += float(policy.ratio.double().sum())
         self.num_clipped += int(policy.clipped.sum())
         self.entropy_sum += float(entropy.double().sum())
@@ -83,3 +84,8 @@ class StepTotals:
         if self.kl_sum is not None:
             metrics["train/kl"] = self.kl_sum / count
         return metrics
+
+
+def _largest(a: float, b: float) -> float:
+    """The larger of two, or NaN where one is: max() would pass over it."""
+    return a + b if math.isnan(a) or math.isnan(b) else max(a, b)

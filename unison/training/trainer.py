@@ -80,7 +80,7 @@ class Trainer:
             if on_progress is not None:
                 on_progress(done, len(cut))
         totals.grad_norm = self._checked_norm(rows)
-        self._update(totals)
+        self._update(totals, rows)
         return totals
 
     def published(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class Trainer:
             raise self._not_finite(f"the gradient norm is {norm}", rows)
         return norm
 
-    def _update(self, totals: StepTotals) -> None:
+    def _update(self, totals: StepTotals, rows: Sequence[TrainingRow]) -> None:
         started = time.perf_counter()
         limit = self._config.max_grad_norm
         if 0 < limit < totals.grad_norm:
@@ -158,6 +158,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = totals.learning_rate
         self._optimizer.step()
+        if not self.masters.all_finite():
+            raise self._not_finite("weights are NaN or infinite", rows, "they were not published")
         self.masters.publish()
         self.num_steps += 1
         totals.updated = True
@@ -173,11 +175,16 @@ class Trainer:
             minimum=self._config.min_learning_rate,
         )
 
-    def _not_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
+    def _not_finite(
+        self, what: str, rows: Sequence[TrainingRow], state: str = "no weight was changed"
+    ) -> NonFiniteError:
         where = ""
         if self._dump_dir is not None:
-            where = f"; the batch was written to {dump_rows(self._dump_dir, self.num_steps, rows)}"
-        return NonFiniteError(f"{what} in optimizer step {self.num_steps}; no weight was changed{where}")
+            try:
+                where = f"; the batch was written to {dump_rows(self._dump_dir, self.num_steps + 1, rows)}"
+            except OSError as error:
+                where = f"; the batch could not be written to {self._dump_dir}: {error.strerror}"
+        return NonFiniteError(f"{what} in optimizer step {self.num_steps + 1}; {state}{where}")
 
 
 def _adamw(masters: MasterWeights, config: TrainerConfig) -> torch.optim.AdamW:

@@ -28,7 +28,8 @@ def test_the_tiny_model_learns_to_write_digits(tmp_path: Path, capsys: Capture) 
     before, *steps = train(tmp_path / "run", "--trainer.steps", "12")
     assert steps[0]["rollout/reward_mean"] < 0.2
     assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
-    assert steps[-1]["eval/accuracy_ci_low"] > before["eval/accuracy_ci_high"] + 0.2
+    assert steps[-1]["eval/accuracy"] > before["eval/accuracy"] + 0.5
+    assert steps[-1]["eval/accuracy_ci_low"] > before["eval/accuracy_ci_high"]
     assert {step["rollout/logp_diff_max"] for step in steps} == {0.0}
     assert "kl      -" in capsys.readouterr().out  # there is no reference, so no number stands for it
     assert main(["generate", "--model", str(tmp_path / "run" / "model"), "--prompt", "Page ", "--seed", "1"]) == 0

@@ -9,7 +9,6 @@ negative control runs stock, unpadded operators and has to differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.plan import packed_plan
+from unison.ops.selftest import threads_set_to
 from unison.ops.vocab import token_logprobs
 from unison.text.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ class _Check:
             kv_tokens=2 * sum(EXACT.pad_keys(len(p) + n) for p, n in self._workload.items()),
             poison_freed_pages=True,
         )
-        with _threads(axes["threads"]):
+        with threads_set_to(axes["threads"]):
             warm = axes["cache"] == "warm"
             outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"], warm)
             trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
@@ -289,13 +289,3 @@ def _packed_logprobs(
         with_entropy=False,
     )
     return [part.tolist() for part in torch.split(values, [len(output.token_ids) for output in outputs])]
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -105,10 +105,10 @@ class _Bench:
         self, name: str, operator: Callable[[Tensor], Tensor], rows: Tensor, counts: Sequence[int], padded: bool = True
     ) -> Iterator[str]:
         """Rows alone against the same rows in batches of several sizes, for each thread count."""
-        with _threads(1):
+        with threads_set_to(1):
             alone = torch.cat([self._alone(operator, rows[i : i + 1], padded) for i in range(len(rows))])
         for threads in self.threads:
-            with _threads(threads):
+            with threads_set_to(threads):
                 for count in counts:
                     index = torch.arange(count) % len(rows)
                     differing = int((operator(rows[index]) != alone[index]).flatten(1).any(-1).sum())
@@ -121,7 +121,8 @@ class _Bench:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_set_to(count: int) -> Iterator[None]:
+    """Run a block with ``count`` threads of torch, and put the present number back."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -202,10 +203,10 @@ class _Heads:
 
 def _check_attention(bench: _Bench) -> Iterator[str]:
     heads = _heads(bench)
-    with _threads(1):
+    with threads_set_to(1):
         whole = _packed(heads, max(_LENGTHS), bench)
     for threads in bench.threads:
-        with _threads(threads):
+        with threads_set_to(threads):
             found: dict[str, int] = {}
             for length in _LENGTHS:
                 rows = _packed(heads, length, bench)

@@ -155,3 +155,19 @@ def test_the_commit_is_told_only_of_the_code_itself(tmp_path: Path) -> None:
     changed = environment.git_state(tmp_path)
     assert changed is not None and changed["dirty"] is True
     assert environment.git_state(tmp_path / "inner") is None
+
+
+def test_a_run_that_did_not_begin_gives_its_folder_back(tmp_path: Path) -> None:
+    never = RunFolder.create(tmp_path / "never", "x = 1", ["unison"])
+    never.discard_unless_begun()
+    assert not (tmp_path / "never").exists()
+
+    begun = RunFolder.create(tmp_path / "begun", "x = 1", ["unison"])
+    begun.metrics.write_text('{"step": 0}\n')
+    begun.discard_unless_begun()
+    assert begun.config.exists()
+
+    dumped = RunFolder.create(tmp_path / "dumped", "x = 1", ["unison"])
+    (dumped.path / "failures").mkdir()
+    dumped.discard_unless_begun()
+    assert dumped.config.exists()

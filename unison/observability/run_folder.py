@@ -70,9 +70,12 @@ class RunFolder:
     def discard_unless_begun(self) -> None:
         """Remove the folder's files where no step was ever logged: a run that did not begin keeps no name taken."""
         self.close()
-        if self.metrics.exists() and self.metrics.stat().st_size:
+        own = {"config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl"}
+        begun = self.metrics.exists() and self.metrics.stat().st_size > 0
+        # A batch that was dumped is worth its configuration.
+        if begun or {path.name for path in self.path.iterdir()} - own:
             return
-        for name in ("config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl"):
+        for name in own:
             (self.path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()  # only where nothing else lies in it

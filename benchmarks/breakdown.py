@@ -25,7 +25,7 @@ from engine_steps import make_engine, start_decoding, stop_all, time_steps
 from torch.profiler import ProfilerActivity, profile, record_function
 from training import make_rows, make_trainer
 
-import unison.engine.engine as engine_module
+import unison.engine.drawing as drawing_module
 import unison.ops.attention as attention_module
 import unison.training.trainer as trainer_module
 
@@ -81,7 +81,7 @@ def decode_breakdown(options: argparse.Namespace, batch: int) -> dict[str, float
     parts_to_wrap = [
         (engine.model, "forward", "model"),
         (attention_module, "attention", "attention"),
-        (engine_module, "sample", "sampling"),
+        (drawing_module, "sample", "sampling"),
     ]
     with wrapped(parts_to_wrap):
         spent = profiled(lambda: time_steps(engine, options.steps), "scheduling")

@@ -13,7 +13,7 @@ from unison.core.records import GenerationRequest
 
 def make_engine(model: str, dtype: str, numerics: str, num_sequences: int, tokens_each: int, **options: Any) -> Engine:
     """An engine whose pool holds ``num_sequences`` of ``tokens_each`` with room to spare for padding and cache."""
-    kv_tokens = 2 * num_sequences * (tokens_each + 512)
+    kv_tokens = 2 * num_sequences * (tokens_each + 64)
     running = max(num_sequences, 1)
     return Engine.from_pretrained(
         model, dtype=dtype, numerics=numerics, kv_tokens=kv_tokens, max_running=running, **options

@@ -25,7 +25,6 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
-from unison.ops.padding import EXACT
 from unison.rewards.base import load_reward
 from unison.rollout.collect import PromptTask
 from unison.text.tokenizer import Tokenizer
@@ -114,7 +113,8 @@ def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, 
             f"a prompt has {longest} tokens, which leaves no room in the model's context of {spec.max_positions}; "
             f'set data.max_prompt_tokens={spec.max_positions - 1} and data.on_long_prompt="skip", or shorten it'
         )
-    most = EXACT.pad_keys(min(longest + config.rollout.max_new_tokens, spec.max_positions))
+    page = config.engine.page_size
+    most = -(-min(longest + config.rollout.max_new_tokens, spec.max_positions) // page) * page
     if 0 < config.engine.kv_tokens < most:
         raise ConfigError(
             f"engine.kv_tokens={config.engine.kv_tokens} cannot hold the longest prompt of {longest} tokens and "

@@ -69,7 +69,7 @@ def answer_of(output: GenerationOutput) -> tuple[list[int], list[float]]:
 @torch.no_grad()
 def next_logits(model: Decoder, ids: Sequence[int]) -> torch.Tensor:
     """Logits [1, V] after ``ids``: the whole sequence at once, no cache."""
-    plan = packed_plan([len(ids)], group_size=model.spec.group_size, path=EXACT, dtype=model.dtype)
+    plan = packed_plan([len(ids)], path=EXACT)
     padding = [0] * (plan.num_rows - len(ids))
     positions = torch.tensor([[*range(len(ids)), *padding]])
     hidden = model(torch.tensor([*ids, *padding]), positions, plan)

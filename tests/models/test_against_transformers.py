@@ -74,7 +74,7 @@ def packed_hidden(
     model: Decoder, rows: Sequence[Sequence[int]], path: NumericsPath, taps: Taps | None = None
 ) -> list[Tensor]:
     """Hidden states of each row, all of them computed in one call."""
-    plan = packed_plan([len(row) for row in rows], group_size=model.spec.group_size, path=path, dtype=model.dtype)
+    plan = packed_plan([len(row) for row in rows], path=path)
     padding = [0] * (plan.num_rows - sum(map(len, rows)))
     tokens = torch.tensor([token for row in rows for token in row] + padding)
     positions = torch.tensor([[place for row in rows for place in range(len(row))] + padding])
@@ -143,7 +143,7 @@ def test_taps_give_the_residual_stream_and_the_last_hidden_state(tiny_model_dir:
 def test_embeddings_may_take_the_place_of_tokens(tiny_model_dir: TinyModelDir) -> None:
     model = load_model(tiny_model_dir(), torch.float32)
     tokens, positions = torch.tensor(random_rows(512, (8,))[0]), torch.arange(8)[None]
-    plan = packed_plan([8], group_size=model.spec.group_size, path=EXACT, dtype=model.dtype)
+    plan = packed_plan([8], path=EXACT)
     by_embedding = model(None, positions, plan, embeddings_TE=model.embed[tokens])
     assert torch.equal(by_embedding, model(tokens, positions, plan))
 
@@ -151,7 +151,7 @@ def test_embeddings_may_take_the_place_of_tokens(tiny_model_dir: TinyModelDir) -
 def test_a_call_that_cannot_be_meant_is_refused(tiny_model_dir: TinyModelDir) -> None:
     model = load_model(tiny_model_dir(), torch.float32)
     tokens, positions = torch.zeros(8, dtype=torch.int64), torch.arange(8)[None]
-    plan = packed_plan([8], group_size=model.spec.group_size, path=EXACT, dtype=model.dtype)
+    plan = packed_plan([8], path=EXACT)
     with pytest.raises(ValueError, match="either tokens or embeddings"):
         model(None, positions, plan)
     with pytest.raises(ValueError, match="either tokens or embeddings"):

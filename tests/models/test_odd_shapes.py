@@ -93,7 +93,7 @@ def test_a_model_that_sampled_can_be_trained(dtype: torch.dtype) -> None:
     model = random_model(BASE, dtype)
     (first, *_) = rollout(model, chunk=512, max_running=8, threads=1)
     model.requires_grad_(True)
-    plan = packed_plan([40, 8], group_size=BASE.group_size, path=EXACT, dtype=dtype)
+    plan = packed_plan([40, 8], path=EXACT)
     positions = torch.tensor([[*range(40), *range(8)]])
     hidden = model(torch.full((48,), first.token_ids[0]), positions, plan)
     targets = torch.zeros(48, dtype=torch.int64)

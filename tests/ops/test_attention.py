@@ -32,8 +32,7 @@ def inputs(num_rows: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Te
 def plan_of(
     lengths: Sequence[int], heads: tuple[int, int], path: NumericsPath, dtype: torch.dtype, max_group_rows: int = 8192
 ) -> AttentionPlan:
-    group_size = heads[0] // heads[1]
-    return packed_plan(lengths, group_size=group_size, path=path, dtype=dtype, max_group_rows=max_group_rows)
+    return packed_plan(lengths, path=path, max_group_rows=max_group_rows)
 
 
 def attend(qkv: Sequence[Tensor], plan: AttentionPlan) -> Tensor:
@@ -174,7 +173,7 @@ def test_a_causal_mask_by_hand() -> None:
 @pytest.mark.parametrize("lengths", [[], [0], [3, 0], [4, -1]])
 def test_a_batch_without_tokens_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match=r"at least one token"):
-        packed_plan(lengths, group_size=1, path=EXACT, dtype=torch.float32)
+        packed_plan(lengths, path=EXACT)
 
 
 @settings(deadline=None, max_examples=150)
@@ -184,7 +183,7 @@ def test_a_batch_without_tokens_is_refused(lengths: list[int]) -> None:
     st.sampled_from([1, 64, 512, 8192]),
 )
 def test_a_plan_returns_each_row_to_its_place(lengths: list[int], path: NumericsPath, max_group_rows: int) -> None:
-    plan = packed_plan(lengths, group_size=1, path=path, dtype=torch.float32, max_group_rows=max_group_rows)
+    plan = packed_plan(lengths, path=path, max_group_rows=max_group_rows)
     size = sum(lengths)
     assert plan.num_rows == path.pad_rows(size)
     assert [end - start for start, end in plan.segments] == lengths

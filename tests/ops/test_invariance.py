@@ -89,7 +89,7 @@ def test_one_key_head_shared_by_all_queries(group_size: int, dtype: torch.dtype)
     q[:, :, 1] = -q[:, :, 0]
 
     def whole(length: int) -> Tensor:
-        plan = packed_plan([length], group_size=group_size, path=EXACT, dtype=dtype)
+        plan = packed_plan([length], path=EXACT)
         padded = [torch.cat([x[:length], x.new_zeros(plan.num_rows - length, *x.shape[1:])]) for x in (q, k, v)]
         return attention(padded[0], padded[1], padded[2], plan, None)[:length]
 

@@ -35,7 +35,7 @@ from unison.text.tokenizer import Tokenizer
 AXES: dict[str, Sequence[Any]] = {
     "batch": (1, 8, 64),
     "chunk": (512, 13, 7),
-    "page": (16, 1, 7),
+    "page": (64, 128, 192),
     "threads": (1, 2),
     "temperature": (0.7, 1.0),
     "arrival": ("at once", "reversed", "staggered"),
@@ -147,7 +147,7 @@ class _Check:
             page_size=axes["page"],
             prefix_cache=axes["cache"] != "off",
             # Room for everything at once, so that what was cached is still there when it is asked for again.
-            kv_tokens=2 * sum(EXACT.pad_keys(len(p) + n) for p, n in self._workload.items()),
+            kv_tokens=2 * sum(len(p) + n + axes["page"] for p, n in self._workload.items()),
             poison_freed_pages=True,
         )
         with threads_set_to(axes["threads"]):
@@ -162,7 +162,7 @@ class _Check:
         requests = self._workload.requests(temperature, self._count)
         longest = max(len(p) + n for p, n in self._workload.items())
         config = EngineConfig(
-            kv_tokens=EXACT.pad_keys(longest) + 160,
+            kv_tokens=EXACT.pad_keys(longest) + 192,
             new_token_ratio=0.001,
             prefix_cache=cache,
             poison_freed_pages=True,
@@ -271,7 +271,7 @@ def _packed_logprobs(
     model: Decoder, outputs: Sequence[GenerationOutput], temperature: float, path: NumericsPath
 ) -> list[list[float]]:
     rows = [[*output.prompt_ids, *output.token_ids][:-1] for output in outputs]
-    plan = packed_plan([len(row) for row in rows], group_size=model.spec.group_size, path=path, dtype=model.dtype)
+    plan = packed_plan([len(row) for row in rows], path=path)
     padding = [0] * (plan.num_rows - sum(map(len, rows)))
     tokens = torch.tensor([token for row in rows for token in row] + padding)
     positions = torch.tensor([[place for row in rows for place in range(len(row))] + padding])

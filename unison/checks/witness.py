@@ -32,8 +32,7 @@ class Witness:
         self._threads.add(torch.get_num_threads())
         for sequence in self._engine.scheduler.running:
             self._started.setdefault(sequence.request_id, sequence.request.sampling.temperature)
-            if sequence.extent is not None:
-                self._num_pages = max(self._num_pages, sequence.extent.num_pages)
+            self._num_pages = max(self._num_pages, len(sequence.pages))
 
     def answer(self, output: GenerationOutput) -> None:
         """A request just ended."""

@@ -64,8 +64,8 @@ class Engine:
         self.pool = KvPool(
             model.spec, num_tokens, self.config.page_size, model.dtype, poison_freed=self.config.poison_freed_pages
         )
-        self.cache = PrefixCache(self.pool) if self.config.prefix_cache else None
-        self.scheduler = Scheduler(self.config, self.pool, path, self.cache)
+        self.cache = PrefixCache(self.pool, self.config.page_size) if self.config.prefix_cache else None
+        self.scheduler = Scheduler(self.config, self.pool, self.cache)
         self.stats = EngineStats()
         self._runner = Runner(model, self.pool, path)
         self._sequences: dict[str, Sequence] = {}
@@ -215,9 +215,10 @@ class Engine:
             return transaction.commit(expected_checksum)
 
     def check(self) -> None:
-        """Raise RuntimeError unless every page is free, owned by one sequence, or held by the cache as counted."""
+        """Raise RuntimeError unless every page is held as often as sequences and the cache say."""
         with self._lock:
-            self.pool.check(self.cache.check(self.pool.page_size) if self.cache is not None else 0)
+            num_cached = self.cache.check() if self.cache is not None else 0
+            self.pool.check(num_cached, [sequence.pages for sequence in self._sequences.values()])
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their own keys and values."""

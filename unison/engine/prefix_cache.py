@@ -1,6 +1,6 @@
 """Keys and values that outlive their request: a radix tree over token ids.
 
-A node holds a run of tokens and where their keys and values lie in the pool; a path from a root
+A node holds a run of tokens and the pages their keys and values lie in; a path from a root
 spells a prefix. Roots are namespaces (weight version, adapter), so what another policy computed can
 never be hit. Hits are token-granular, whatever the page size: a match may end inside a node.
 
@@ -11,7 +11,7 @@ sequence that wrote it; it is free when the last of them lets go.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -25,27 +25,26 @@ _SPARE_ENTRIES = 64
 
 
 class PageHolder(Protocol):
-    """What the tree needs of a pool: references to the pages under a range of pool tokens."""
+    """What the tree needs of a pool: references to pages."""
 
-    def retain(self, slot: int, num_tokens: int) -> None: ...
+    def retain(self, pages: Sequence[int]) -> None: ...
 
-    def release(self, slot: int, num_tokens: int) -> int:
+    def release(self, pages: Sequence[int]) -> int:
         """Drop one reference to each page; the number of pages that became free."""
         ...
 
-
-@dataclass(frozen=True, slots=True)
-class CachedRun:
-    """``count`` tokens of a prefix whose keys and values lie at pool tokens [slot, slot + count)."""
-
-    slot: int
-    count: int
+    def num_only_cached(self, pages: Iterable[int]) -> int:
+        """How many of the pages no sequence holds."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
 class Node:
+    """``tokens`` from position ``start`` on, and the pages that hold them (from page ``start // page_size`` on)."""
+
     tokens: list[TokenKey]
-    slot: int
+    start: int
+    pages: list[int]
     parent: Node | None
     children: dict[TokenKey, Node] = field(default_factory=dict)
     num_locks: int = 0
@@ -54,21 +53,22 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some tokens. Lock it for as long as its pages are read."""
+    """The longest cached prefix of some tokens, and the pages that hold it. Lock it for as long as they are read.
 
-    runs: tuple[CachedRun, ...]
+    The last page may hold less than a page of the prefix; what else lies in it belongs to others.
+    """
+
+    num_tokens: int
+    pages: tuple[int, ...]
     node: Node
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(run.count for run in self.runs)
 
 
 class PrefixCache:
     """match, lock, insert, evict. Knows pages only through ``holder``."""
 
-    def __init__(self, holder: PageHolder) -> None:
+    def __init__(self, holder: PageHolder, page_size: int) -> None:
         self._holder = holder
+        self._page_size = page_size
         self._roots: dict[Namespace, Node] = {}
         self._clock = count(1)
         # Leaves by last use. Entries go stale when a node is used again or grows children; they are
@@ -83,7 +83,7 @@ class PrefixCache:
     def match(self, namespace: Namespace, tokens: Sequence[TokenKey], limit: int | None = None) -> Match:
         """The longest cached prefix of tokens[:limit], marked as used now."""
         node = self._root(namespace)
-        runs: list[CachedRun] = []
+        pages: list[int] = []
         at, end = 0, len(tokens) if limit is None else min(limit, len(tokens))
         now = next(self._clock)
         node.last_used = now
@@ -93,12 +93,14 @@ class PrefixCache:
                 break
             shared = _common(child.tokens, tokens, at, end)
             child.last_used = now
-            runs.append(CachedRun(child.slot, shared))
+            # A page that two nodes span was written by the sequence of the lower one, from its first position on.
+            first = child.start // self._page_size
+            pages[first:] = child.pages[: self._num_pages(child.start, shared)]
             at += shared
             node = child
             if shared < len(child.tokens):
                 break
-        return Match(tuple(runs), node)
+        return Match(at, tuple(pages), node)
 
     def lock(self, match: Match) -> None:
         """Keep the matched nodes from being evicted."""
@@ -107,8 +109,8 @@ class PrefixCache:
     def unlock(self, match: Match) -> None:
         self._add_locks(match.node, -1)
 
-    def insert(self, namespace: Namespace, tokens: Sequence[TokenKey], slot: int) -> int:
-        """Remember that the keys and values of tokens lie at [slot, slot + len(tokens)).
+    def insert(self, namespace: Namespace, tokens: Sequence[TokenKey], pages: Sequence[int]) -> int:
+        """Remember that the keys and values of tokens lie in pages, in order.
 
         What the tree already holds is kept where it is; only the new tail is taken, with references
         to its pages. Returns the number of tokens that were new.
@@ -117,7 +119,7 @@ class PrefixCache:
         while at < len(tokens):
             child = node.children.get(tokens[at])
             if child is None:
-                self._attach(node, list(tokens[at:]), slot + at, now)
+                self._attach(node, list(tokens[at:]), at, pages, now)
                 return len(tokens) - at
             shared = _common(child.tokens, tokens, at, len(tokens))
             if shared < len(child.tokens):
@@ -131,13 +133,22 @@ class PrefixCache:
         return 0
 
     def evict(self, num_pages: int) -> int:
-        """Let go of least recently used leaves until num_pages became free, or nothing is left to evict."""
+        """Let go of least recently used leaves until num_pages became free, or nothing is left to evict.
+
+        Leaves whose pages running sequences hold stay: giving them up would free nothing.
+        """
         num_freed = 0
+        in_use: list[Node] = []
         while num_freed < num_pages:
             leaf = self._pop_leaf()
             if leaf is None:
                 break
-            num_freed += self._drop(leaf)
+            if self._holder.num_only_cached(leaf.pages):
+                num_freed += self._drop(leaf)
+            else:
+                in_use.append(leaf)
+        for leaf in in_use:
+            self._push_leaf(leaf)
         return num_freed
 
     def clear(self, namespace: Namespace | None = None) -> None:
@@ -148,7 +159,7 @@ class PrefixCache:
                 self._release_below(root)
         self._rebuild_leaves()
 
-    def check(self, page_size: int) -> int:
+    def check(self) -> int:
         """Raise RuntimeError unless the tree is a radix tree and its counts are right.
 
         Returns the page references its nodes hold, for the pool to compare.
@@ -159,25 +170,33 @@ class PrefixCache:
             while stack:
                 first, node = stack.pop()
                 if not node.tokens or node.tokens[0] != first:
-                    raise RuntimeError(f"node at slot {node.slot} hangs under the wrong token")
+                    raise RuntimeError(f"node at position {node.start} hangs under the wrong token")
                 if node.parent is None or node.parent.children.get(first) is not node:
-                    raise RuntimeError(f"node at slot {node.slot} is not known to its parent")
+                    raise RuntimeError(f"node at position {node.start} is not known to its parent")
                 if node.num_locks < sum(child.num_locks for child in node.children.values()):
-                    raise RuntimeError(f"node at slot {node.slot} has fewer locks than its children")
+                    raise RuntimeError(f"node at position {node.start} has fewer locks than its children")
                 total += len(node.tokens)
-                num_references += -(-(node.slot + len(node.tokens)) // page_size) - node.slot // page_size
+                if len(node.pages) != self._num_pages(node.start, len(node.tokens)):
+                    raise RuntimeError(f"node at position {node.start} holds {len(node.pages)} pages")
+                num_references += len(node.pages)
                 stack += node.children.items()
         if total != self.num_tokens:
             raise RuntimeError(f"the tree holds {total} tokens but counts {self.num_tokens}")
         return num_references
 
     def _root(self, namespace: Namespace) -> Node:
-        return self._roots.setdefault(namespace, Node([], 0, None))
+        return self._roots.setdefault(namespace, Node([], 0, [], None))
 
-    def _attach(self, parent: Node, tokens: list[TokenKey], slot: int, now: int) -> None:
-        node = Node(tokens, slot, parent, last_used=now)
+    def _num_pages(self, start: int, count: int) -> int:
+        """Pages that positions [start, start + count) lie in."""
+        return -(-(start + count) // self._page_size) - start // self._page_size
+
+    def _attach(self, parent: Node, tokens: list[TokenKey], start: int, pages: Sequence[int], now: int) -> None:
+        first = start // self._page_size
+        own = list(pages[first : first + self._num_pages(start, len(tokens))])
+        node = Node(tokens, start, own, parent, last_used=now)
         parent.children[tokens[0]] = node
-        self._holder.retain(slot, len(tokens))
+        self._holder.retain(own)
         self.num_tokens += len(tokens)
         self._num_nodes += 1
         self._push_leaf(node)
@@ -185,14 +204,16 @@ class PrefixCache:
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node in two; returns the upper half. A page under the cut gains a reference."""
         self._num_nodes += 1
-        upper = Node(node.tokens[:at], node.slot, node.parent, num_locks=node.num_locks, last_used=node.last_used)
+        cut = node.start + at
+        pages = node.pages[: self._num_pages(node.start, at)]
+        upper = Node(node.tokens[:at], node.start, pages, node.parent, {}, node.num_locks, node.last_used)
         if node.parent is not None:
             node.parent.children[upper.tokens[0]] = upper
-        self._holder.retain(node.slot, at)
-        self._holder.retain(node.slot + at, len(node.tokens) - at)
-        self._holder.release(node.slot, len(node.tokens))
+        node.pages = node.pages[cut // self._page_size - node.start // self._page_size :]
+        if cut % self._page_size:
+            self._holder.retain(node.pages[:1])
         node.tokens = node.tokens[at:]
-        node.slot += at
+        node.start = cut
         node.parent = upper
         upper.children[node.tokens[0]] = node
         return upper
@@ -202,7 +223,7 @@ class PrefixCache:
         while at is not None and at.parent is not None:
             at.num_locks += change
             if at.num_locks < 0:
-                raise RuntimeError(f"node at slot {at.slot} was unlocked more often than locked")
+                raise RuntimeError(f"node at position {at.start} was unlocked more often than locked")
             if at.num_locks == 0 and not at.children:
                 self._push_leaf(at)
             at = at.parent
@@ -246,7 +267,7 @@ class PrefixCache:
         self.num_evicted_tokens += len(leaf.tokens)
         if parent.parent is not None and not parent.children and not parent.num_locks:
             self._push_leaf(parent)
-        return self._holder.release(leaf.slot, len(leaf.tokens))
+        return self._holder.release(leaf.pages)
 
     def _release_below(self, root: Node) -> None:
         stack = list(root.children.values())
@@ -256,7 +277,7 @@ class PrefixCache:
             node.parent, node.children = None, {}
             self._num_nodes -= 1
             self.num_tokens -= len(node.tokens)
-            self._holder.release(node.slot, len(node.tokens))
+            self._holder.release(node.pages)
 
 
 def _common(node_tokens: Sequence[TokenKey], tokens: Sequence[TokenKey], at: int, end: int) -> int:

@@ -13,9 +13,14 @@ from torch import Tensor
 from unison.engine.kv_pool import KvPool
 from unison.engine.scheduler import Chunk
 from unison.models.decoder import Decoder
+from unison.ops.blocks import KEY_BLOCK, num_blocks
 from unison.ops.padding import NumericsPath
-from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, output_index
+from unison.ops.paged import decode_group
+from unison.ops.plan import AttentionPlan, ChunkGroup, output_index, padded_rows, similar
 from unison.ops.vocab import token_logprobs, vocabulary_logits
+
+_MOST_GROUP_ROWS = 8192
+_QUERY_MULTIPLE = 8
 
 
 class Runner:
@@ -64,39 +69,58 @@ class Runner:
         return found
 
     def _plan(self, chunks: Items[Chunk]) -> AttentionPlan:
-        segments: list[tuple[int, int]] = []
-        for chunk in chunks:
-            start = segments[-1][1] if segments else 0
-            segments.append((start, start + chunk.count))
-        groups = []
-        for first, last in _neighbours(chunks):
-            groups.append(self._group(chunks[first:last], segments[first:last]))
+        """Chunks of one token come first, as the scheduler gives them."""
+        tables = [self._pool.blocks_of(chunk.sequence.pages) for chunk in chunks]
+        segments = _segments(chunks)
         num_rows = self._path.pad_rows(segments[-1][1])
-        slots = torch.cat([torch.arange(_slot(chunk), _slot(chunk) + chunk.count) for chunk in chunks])
-        index = output_index(groups, [chunk.count for chunk in chunks], num_rows)
-        return AttentionPlan(num_rows, groups, index, slots, self._path.query_multiple, segments)
+        num_decode = next((i for i, chunk in enumerate(chunks) if chunk.count > 1), len(chunks))
+        decode = None
+        if num_decode:
+            lengths = [chunk.start + 1 for chunk in chunks[:num_decode]]
+            decode = decode_group(tables[:num_decode], lengths, self.model.dtype)
+        groups = self._chunk_groups(chunks[num_decode:], tables[num_decode:], segments[num_decode:])
+        index = output_index(groups, segments[num_decode:], num_rows, num_decode) if groups else None
+        slots = _write_slots(chunks, tables)
+        return AttentionPlan(num_rows, self._path, groups, decode, index, slots, segments)
 
-    def _group(self, chunks: Items[Chunk], segments: Items[tuple[int, int]]) -> AttentionGroup:
-        count = chunks[0].count
-        num_queries = 1 if count == 1 else self._path.pad_rows(count)
-        # The longest member sets the keys read; extents are spaced evenly and each is long enough.
-        num_keys = max(self._path.pad_keys(chunk.start + chunk.count) for chunk in chunks)
-        first = torch.tensor([chunk.start for chunk in chunks])
-        group_size = 1 if num_queries == 1 else self.model.spec.group_size
-        mask = causal_mask(first, num_queries, num_keys, group_size, self.model.dtype)
-        starts = torch.tensor([start for start, _ in segments])
-        offsets = torch.arange(num_queries)
-        offsets[count:] = 0
-        rows = starts[:, None] + offsets[None]
-        extent = chunks[0].sequence.extent
-        assert extent is not None  # scheduled sequences own their pages
-        in_order = segments[0][0] == 0 and num_queries == count
-        return AttentionGroup(rows, PoolExtent(extent.start, extent.capacity), mask, num_keys, in_order)
+    def _chunk_groups(
+        self, chunks: Items[Chunk], tables: Items[list[int]], segments: Items[tuple[int, int]]
+    ) -> list[ChunkGroup]:
+        counts = [chunk.count for chunk in chunks]
+        blocks = [num_blocks(chunk.start + chunk.count) for chunk in chunks]
+        groups = []
+        for members in similar(counts, [count * KEY_BLOCK for count in blocks], _MOST_GROUP_ROWS):
+            most = max(blocks[i] for i in members)
+            # A sequence with fewer blocks repeats its first one, so that nothing of another comes near it.
+            padded = [tables[i][: blocks[i]] + tables[i][:1] * (most - blocks[i]) for i in members]
+            groups.append(
+                ChunkGroup(
+                    padded_rows([segments[i] for i in members], _QUERY_MULTIPLE),
+                    torch.tensor(padded),
+                    torch.tensor([chunks[i].start for i in members]),
+                    most * KEY_BLOCK,
+                    in_pool=True,
+                )
+            )
+        return groups
 
 
-def _slot(chunk: Chunk) -> int:
-    assert chunk.sequence.extent is not None
-    return chunk.sequence.extent.start + chunk.start
+def _segments(chunks: Items[Chunk]) -> list[tuple[int, int]]:
+    segments, at = [], 0
+    for chunk in chunks:
+        segments.append((at, at + chunk.count))
+        at += chunk.count
+    return segments
+
+
+def _write_slots(chunks: Items[Chunk], tables: Items[list[int]]) -> tuple[Tensor, Tensor]:
+    blocks: list[int] = []
+    offsets: list[int] = []
+    for chunk, table in zip(chunks, tables, strict=True):
+        for position in range(chunk.start, chunk.start + chunk.count):
+            blocks.append(table[position // KEY_BLOCK])
+            offsets.append(position % KEY_BLOCK)
+    return torch.tensor(blocks), torch.tensor(offsets)
 
 
 def _rows(chunks: Items[Chunk], num_rows: int) -> tuple[Tensor, Tensor]:
@@ -108,19 +132,3 @@ def _rows(chunks: Items[Chunk], num_rows: int) -> tuple[Tensor, Tensor]:
         positions += range(chunk.start, chunk.start + chunk.count)
     padding = [0] * (num_rows - len(tokens))
     return torch.tensor(tokens + padding), torch.tensor([positions + padding])
-
-
-def _neighbours(chunks: Items[Chunk]) -> list[tuple[int, int]]:
-    """[first, last) of maximal runs of chunks with equal counts whose extents touch and are equally long."""
-    runs: list[tuple[int, int]] = []
-    for i, chunk in enumerate(chunks):
-        extent = chunk.sequence.extent
-        if runs and extent is not None:
-            previous = chunks[i - 1]
-            before = previous.sequence.extent
-            touching = before is not None and before.start + before.capacity == extent.start
-            if touching and before is not None and before.capacity == extent.capacity and previous.count == chunk.count:
-                runs[-1] = (runs[-1][0], i + 1)
-                continue
-        runs.append((i, i + 1))
-    return runs

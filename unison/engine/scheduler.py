@@ -1,26 +1,27 @@
 """Which tokens are computed next: a state machine over waiting and running sequences, without a model.
 
 Every step takes one token of each decoding sequence and fills the rest of its token budget with
-prompt chunks, first come first served. A sequence is admitted when the length it will probably reach
-fits; one that outgrows its extent gets a longer one, and where memory runs short the youngest is
-pushed back to the queue with all it has sampled. What the prefix cache holds of its tokens is copied into
-the extent; a sequence that shares a prompt with one being prefilled just now waits for that one.
+prompt chunks, first come first served. A sequence is admitted when what all will probably come to need
+fits; its prompt gets pages at once, its answer one at a time, and where memory runs short the youngest is
+pushed back to the queue with all it has sampled. Whole pages that the prefix cache holds are shared, the rest of
+a hit is copied; a sequence that shares a prompt with one being prefilled just now waits for that one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from unison.config.schema import EngineConfig
 from unison.core.errors import RequestError
 from unison.engine.estimate import NewTokenRatio
-from unison.engine.kv_pool import Extent, KvPool
+from unison.engine.kv_pool import KvPool
 from unison.engine.policy import admission_order
-from unison.engine.prefix_cache import Match, PrefixCache
+from unison.engine.prefix_cache import PrefixCache
 from unison.engine.sequence import Sequence
-from unison.ops.padding import NumericsPath
+from unison.ops.blocks import num_blocks
 
 _MIN_SHARED = 8
 """Fewer tokens than these are computed again rather than waited for."""
@@ -41,12 +42,9 @@ class Chunk:
 
 
 class Scheduler:
-    def __init__(
-        self, config: EngineConfig, pool: KvPool, path: NumericsPath, cache: PrefixCache | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, pool: KvPool, cache: PrefixCache | None = None) -> None:
         self._config = config
         self._pool = pool
-        self._path = path
         self._cache = cache
         self._cached_version = 0
         self.ratio = NewTokenRatio(config.new_token_ratio)
@@ -64,16 +62,16 @@ class Scheduler:
             raise RequestError(
                 f"{len(self.waiting)} requests are waiting already (engine.max_waiting); try again later"
             )
-        self._pool.check_fits(self._path.pad_keys(sequence.max_tokens))
+        self._pool.check_fits(sequence.max_tokens)
         self.waiting.append(sequence)
 
-    def extent_tokens(self, sequence: Sequence) -> int:
-        """Pool tokens the sequence will probably come to read, block padding included."""
+    def expected_pages(self, sequence: Sequence) -> int:
+        """Pages the sequence will probably come to fill."""
         expected = len(sequence.token_ids) + self.ratio.tokens_to_come(sequence)
-        return self._path.pad_keys(min(expected, sequence.max_tokens))
+        return self._pool.pages_for(min(expected, sequence.max_tokens))
 
     def schedule(self, version: int = 0) -> list[Chunk]:
-        """The chunks of the next step, in the order of their place in the pool.
+        """The chunks of the next step: decoding sequences first, then chunks that can be attended together.
 
         ``version`` is that of the weights: only what they computed is taken from the cache.
         """
@@ -88,8 +86,7 @@ class Scheduler:
         while budget > 0 and (newcomer := next(admitted, None)) is not None:
             budget -= self._add_chunk(chunks, newcomer, budget)
         admitted.close()
-        # Neighbours in the pool can share one attention call.
-        chunks.sort(key=lambda chunk: chunk.sequence.extent.start if chunk.sequence.extent else 0)
+        chunks.sort(key=lambda c: (c.count > 1, num_blocks(c.start + c.count) if c.count > 1 else 0, c.count))
         return chunks
 
     def remove_finished(self, version: int = 0) -> list[Sequence]:
@@ -99,17 +96,21 @@ class Scheduler:
             self.waiting = deque(s for s in self.waiting if not s.finish_reason)
             self.running = [s for s in self.running if not s.finish_reason]
         for sequence in finished:
-            if sequence.extent is not None:
-                self.cache_tokens(sequence, version)
-                self._pool.free(sequence.extent)
-                sequence.extent = None
+            self._give_back(sequence, version)
         return finished
 
     def cache_tokens(self, sequence: Sequence, version: int) -> None:
         """Remember the sequence's keys and values for others, if these weights computed all of them."""
         own = sequence.kv_versions
-        if self._cache is not None and sequence.extent is not None and len(own) == 1 and own[0].version == version:
-            self._cache.insert(version, sequence.token_ids[: sequence.num_cached], sequence.extent.start)
+        if self._cache is not None and sequence.pages and len(own) == 1 and own[0].version == version:
+            self._cache.insert(version, sequence.token_ids[: sequence.num_cached], sequence.pages)
+
+    def _give_back(self, sequence: Sequence, version: int) -> None:
+        """Pages of a sequence that leaves the batch: to the cache or to the pool."""
+        if sequence.pages:
+            self.cache_tokens(sequence, version)
+            self._pool.free(sequence.pages)
+            sequence.pages = []
 
     def _forget_older_than(self, version: int) -> None:
         if self._cache is not None and version != self._cached_version:
@@ -117,46 +118,33 @@ class Scheduler:
         self._cached_version = version
 
     def _make_room(self, version: int) -> None:
-        """Longer extents for decoding sequences that fill theirs, oldest first; the youngest make way if need be."""
+        """A page more for decoding sequences that fill theirs, oldest first; the youngest make way if need be."""
         if not self.running:
             self.ratio.reset()
             return
         num_before = self.num_retractions
         for sequence in list(self.running):
-            while sequence.extent is not None and not self._has_room(sequence) and not self._grow(sequence):
+            while sequence.pages and not self._grow(sequence):
                 self._retract(self.running[-1], version)
         if self.num_retractions == num_before:
             self.ratio.step()
         else:
             self.ratio.retracted(self.running)
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether the next token computed may read its keys inside the extent."""
-        if sequence.extent is None:
-            return False
-        # A prompt was placed whole; only a decoding sequence moves past its end.
-        return self._path.pad_keys(len(sequence.token_ids)) <= sequence.extent.capacity
-
     def _grow(self, sequence: Sequence) -> bool:
-        """A longer extent, in place or elsewhere; False where there is no room for one."""
-        if sequence.extent is None:
+        """Room for the sequence's next token; False where there is none."""
+        missing = self._pool.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        pages = self._allocate(missing)
+        if pages is None:
             return False
-        num_tokens = self.extent_tokens(sequence)
-        extent = self._pool.extend(sequence.extent, num_tokens)
-        if extent is None:
-            extent = self._allocate(num_tokens)
-            if extent is None:
-                return False
-            self._pool.copy(sequence.extent.start, extent.start, sequence.num_cached)
-            self._pool.free(sequence.extent)
-        sequence.extent = extent
+        sequence.pages += pages
         return True
 
     def _retract(self, sequence: Sequence, version: int) -> None:
         """Back to the head of the queue: everything sampled stays, keys and values go to the cache or are lost."""
-        if sequence.extent is not None:
-            self.cache_tokens(sequence, version)
-            self._pool.free(sequence.extent)
+        self._give_back(sequence, version)
         sequence.push_back()
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
@@ -205,40 +193,52 @@ class Scheduler:
         return shared > self._num_found(sequence, version)
 
     def _place(self, sequence: Sequence, version: int) -> bool:
-        """Give the sequence its extent and fill it with what the cache holds; False where there is no room."""
+        """Give the sequence pages for its prompt, filled with what the cache holds; False where there is no room."""
         if self._cache is None:
-            sequence.extent = self._allocate(self.extent_tokens(sequence))
-            return sequence.extent is not None
+            return self._fits_beside_others(sequence, (), 0) and self._take_pages(sequence, (), 0, version)
         match = self._cache.match(version, sequence.token_ids, _most_usable(sequence))
+        num_hits = sequence.usable_hits(match.num_tokens)
+        if not self._fits_beside_others(sequence, match.pages, num_hits):
+            return False
         self._cache.lock(match)
         try:
-            extent = self._allocate(self.extent_tokens(sequence))
-            if extent is not None:
-                self._copy_runs(match, extent)
+            placed = self._take_pages(sequence, match.pages, num_hits, version)
         finally:
             self._cache.unlock(match)
-        num_hits = match.num_tokens
-        if extent is None and num_hits:
-            # The prefix itself may stand in the way of the room the sequence needs: do without it.
-            extent, num_hits = self._allocate(self.extent_tokens(sequence)), 0
-        if extent is None:
+        # The prefix itself may stand in the way of the room the sequence needs: do without it.
+        return placed or (num_hits > 0 and self._take_pages(sequence, (), 0, version))
+
+    def _fits_beside_others(self, sequence: Sequence, cached: Items[int], num_hits: int) -> bool:
+        """Whether what the sequence will need is there after what the running ones will."""
+        if not self.running:
+            return True
+        shared = cached[: num_hits // self._pool.page_size]
+        needed = self.expected_pages(sequence) - len(shared)
+        promised = sum(max(0, self.expected_pages(other) - len(other.pages)) for other in self.running)
+        available = self._pool.num_free_pages + self._pool.num_cached_pages - self._pool.num_only_cached(shared)
+        return needed + promised <= available
+
+    def _take_pages(self, sequence: Sequence, cached: Items[int], num_hits: int, version: int) -> bool:
+        """Share whole cached pages, copy the rest of the hit into the first new one."""
+        whole, rest = divmod(num_hits, self._pool.page_size)
+        shared = list(cached[:whole])
+        self._pool.share(shared)
+        pages = self._allocate(self._pool.pages_for(len(sequence.token_ids)) - whole)
+        if pages is None:
+            self._pool.free(shared)
             return False
-        sequence.extent = extent
+        if rest:
+            self._pool.copy(cached[whole], pages[0], rest)
+        sequence.pages = shared + pages
         sequence.take_from_cache(num_hits, version)
         return True
 
-    def _copy_runs(self, match: Match, extent: Extent) -> None:
-        at = extent.start
-        for run in match.runs:
-            self._pool.copy(run.slot, at, run.count)
-            at += run.count
-
-    def _allocate(self, num_tokens: int) -> Extent | None:
-        """Room for num_tokens, evicting cached prefixes until there is a run of pages long enough."""
-        extent = self._pool.allocate(num_tokens)
-        while extent is None and self._cache is not None and self._cache.evict(1):
-            extent = self._pool.allocate(num_tokens)
-        return extent
+    def _allocate(self, count: int) -> list[int] | None:
+        """New pages, evicting cached prefixes until there are enough."""
+        pages = self._pool.allocate(count)
+        while pages is None and self._cache is not None and self._cache.evict(count - self._pool.num_free_pages):
+            pages = self._pool.allocate(count)
+        return pages
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncached, self._config.prefill_chunk, budget)

@@ -10,7 +10,6 @@ from unison.core.records import (
     VersionRun,
     extend_runs,
 )
-from unison.engine.kv_pool import Extent
 from unison.engine.logit_edits import LogitEdits
 from unison.engine.sampler import SamplerRow
 from unison.engine.token_scores import RowScores
@@ -21,7 +20,7 @@ from unison.text.stop import StopMatcher
 class Sequence:
     """Tokens, cache position and output so far of one request.
 
-    ``num_cached`` tokens have their keys and values in ``extent``; the rest of ``token_ids`` waits
+    ``num_cached`` tokens have their keys and values in ``pages``; the rest of ``token_ids`` waits
     to be computed. A sequence samples when all its tokens are computed, unless it is there for the
     log-probs of its prompt only.
     """
@@ -49,7 +48,8 @@ class Sequence:
         """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
         """Tokens whose keys and values came from the prefix cache."""
-        self.extent: Extent | None = None
+        self.pages: list[int] = []
+        """Pages of the KV pool, in order; empty while the sequence waits."""
         self.logprobs: list[float] = []
         self.weight_versions: list[VersionRun] = []
         self.kv_versions: list[VersionRun] = []
@@ -109,18 +109,22 @@ class Sequence:
         if self.only_scores_prompt and len(self.prompt_logprobs) == self.num_prompt_logprobs:
             self.finish(*self._ending)
 
-    def take_from_cache(self, count: int, version: int) -> None:
-        """The first ``count`` tokens were copied from the prefix cache."""
+    def usable_hits(self, count: int) -> int:
+        """How many of ``count`` tokens that the prefix cache holds the sequence can take from it."""
         if len(self.prompt_logprobs) < self.num_prompt_logprobs:
             # Log-probs need hidden states, which the cache does not hold: from there on all is computed.
-            count = min(count, self._first_scored + len(self.prompt_logprobs) - 1)
+            return min(count, self._first_scored + len(self.prompt_logprobs) - 1)
+        return count
+
+    def take_from_cache(self, count: int, version: int) -> None:
+        """The keys and values of the first ``count`` tokens came from the prefix cache."""
         self.num_cache_hits = count
         self.record_cached(count, version)
 
     def push_back(self) -> None:
         """The sequence lost its place in memory; its keys and values will be computed or found again."""
         self.was_pushed_back = True
-        self.extent = None
+        self.pages = []
         self.num_cached = 0
         self.kv_versions = []
 

@@ -37,7 +37,7 @@ def shapes_of(spec: DecoderSpec) -> Shapes:
         (hidden, 2 * inner, spec.mlp_bias),
         (inner, hidden, spec.mlp_bias),
     )
-    return Shapes(linears, heads, kv, dim, hidden, inner, spec.vocab_size)
+    return Shapes(linears, heads, kv, dim, hidden, inner, spec.vocab_size, spec.max_positions)
 
 
 def has_fast_bfloat16() -> bool:

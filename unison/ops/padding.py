@@ -1,9 +1,7 @@
 """How much to pad so that PyTorch's kernels take the same path for every batch: the numerics path.
 
 GEMM kernels choose another summation order for 1, 2 or 3 rows, and split ragged row counts over
-threads; so rows come in multiples of 8. Attention kernels split the keys in blocks and treat the
-tail apart; so keys come in a few fixed lengths counted from position 0, and in multiples of 512
-beyond. 256 is not among them: in float32 it changes the sum.
+threads; so rows come in multiples of 8. What attention multiplies comes in blocks of keys (see ``blocks``).
 """
 
 from __future__ import annotations
@@ -11,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from unison.core.errors import NumericsError
+from unison.ops.blocks import KEY_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +21,25 @@ class NumericsPath:
 
     name: Literal["exact", "fast"]
     row_multiple: int
-    query_multiple: int
-    key_rungs: tuple[int, ...]
-    key_multiple: int
 
     def pad_rows(self, num_rows: int) -> int:
         """Rows of a packed batch, padding included."""
         return _round_up(num_rows, self.row_multiple)
 
-    def pad_queries(self, num_queries: int) -> int:
-        """Query rows of one attention call, padding included."""
-        return _round_up(num_queries, self.query_multiple)
+    def pad_product_rows(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Rows of one matrix in a batch of products with at most 256 terms, padding included."""
+        if self.name == "fast":
+            return num_rows
+        # Under so few terms bfloat16 kernels treat all row counts but 1 alike.
+        return max(2, num_rows) if dtype == torch.bfloat16 else _round_up(num_rows, self.row_multiple)
 
     def pad_keys(self, num_keys: int) -> int:
-        """Keys read by one attention call, padding included."""
-        for rung in self.key_rungs:
-            if num_keys <= rung:
-                return rung
-        return _round_up(num_keys, self.key_multiple)
+        """Keys that attention reads where a query sees num_keys."""
+        return _round_up(num_keys, KEY_BLOCK)
 
 
-EXACT = NumericsPath("exact", row_multiple=8, query_multiple=4, key_rungs=(32, 64, 96, 128, 384), key_multiple=512)
-FAST = NumericsPath("fast", row_multiple=1, query_multiple=1, key_rungs=(), key_multiple=1)
+EXACT = NumericsPath("exact", row_multiple=8)
+FAST = NumericsPath("fast", row_multiple=1)
 PATHS = {path.name: path for path in (EXACT, FAST)}
 
 

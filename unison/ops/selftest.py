@@ -20,8 +20,11 @@ from torch import Tensor
 
 from unison.ops import attention as attention_ops
 from unison.ops import basic
+from unison.ops.blocks import KEY_BLOCK, num_blocks
+from unison.ops.chunk_attention import KEYS_AT_ONCE
 from unison.ops.padding import EXACT, NumericsPath
-from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, output_index, packed_plan
+from unison.ops.paged import decode_group
+from unison.ops.plan import AttentionPlan, ChunkGroup, output_index, packed_plan, padded_rows
 from unison.ops.vocab import gather_logprobs, row_stats, scaled_logits, vocabulary_logits
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -29,8 +32,10 @@ _ROWS = (8, 16, 40, 72, 264)
 _VOCABULARY_ROWS = (8, 40)
 _NUM_DISTINCT = 24
 """Rows computed alone; larger batches repeat them."""
-_LENGTHS = (7, 33, 90, 128, 140, 384, 390, 520, 1030)
+_LENGTHS = (7, 33, 64, 65, 128, 140, 390, 520, 1030)
 _BATCHED_LENGTHS = (5, 300, 31, 97, 64, 388)
+_SHARED_LENGTH = 200
+_NUM_SHARING = 7
 _LARGE = 2.0**14
 """How much larger than the rest the terms that cancel are."""
 
@@ -51,6 +56,8 @@ class Shapes:
     hidden_size: int = 576
     intermediate_size: int = 1536
     vocab_size: int = 49152
+    longest: int = 8192
+    """Most tokens of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,7 @@ def _check_attention(bench: _Bench) -> Iterator[str]:
     heads = _heads(bench)
     with threads_set_to(1):
         whole = _packed(heads, max(_LENGTHS), bench)
+        far = _from_pool(heads, (len(heads.q),), 2, bench)
     for threads in bench.threads:
         with threads_set_to(threads):
             found: dict[str, int] = {}
@@ -218,6 +226,11 @@ def _check_attention(bench: _Bench) -> Iterator[str]:
             rows = _from_pool(heads, _BATCHED_LENGTHS, 1, bench)
             expected = whole[torch.tensor(_BATCHED_LENGTHS) - 1]
             found[f"{len(rows)} sequences in one call"] = int((rows != expected).any(-1).sum())
+            rows = _from_pool(heads, (_SHARED_LENGTH,) * _NUM_SHARING, 1, bench, shared=True)
+            found["a prompt read for several"] = int((rows != whole[_SHARED_LENGTH - 1]).any(-1).sum())
+            # Its other rows would take long to compute.
+            rows = _from_pool(heads, (len(heads.q), 70), 1, bench)
+            found[f"decoding, {len(heads.q)} keys"] = int((rows != torch.stack([far[1], whole[69]])).any(-1).sum())
         for name, differing in found.items():
             if differing:
                 yield f"attention, {name}: {differing} rows differ ({threads} threads)"
@@ -225,7 +238,9 @@ def _check_attention(bench: _Bench) -> Iterator[str]:
 
 def _heads(bench: _Bench) -> _Heads:
     """Of every four keys the first two are equal, and their values large and opposite."""
-    longest, shapes = max(_LENGTHS), bench.shapes
+    shapes = bench.shapes
+    # Longer sequences are made of products and sums of the same sizes.
+    longest = max(*_LENGTHS, min(shapes.longest, KEYS_AT_ONCE + 100))
     q = bench.normal(longest, shapes.num_heads, shapes.head_dim)
     k, v = (bench.normal(longest, shapes.num_kv_heads, shapes.head_dim) for _ in range(2))
     bench.cancelling(q, k)
@@ -237,36 +252,42 @@ def _heads(bench: _Bench) -> _Heads:
 
 
 def _packed(heads: _Heads, length: int, bench: _Bench) -> Tensor:
-    group_size = bench.shapes.num_heads // bench.shapes.num_kv_heads
-    plan = packed_plan([length], group_size=group_size, path=bench.path, dtype=bench.dtype)
+    plan = packed_plan([length], path=bench.path)
     q, k, v = (_pad(x, plan.num_rows) for x in heads.rows(0, length))
     return attention_ops.attention(q, k, v, plan, None)[:length]
 
 
-def _from_pool(heads: _Heads, lengths: Sequence[int], count: int, bench: _Bench) -> Tensor:
-    """The last ``count`` queries of one sequence or several over keys that lie in a pool, at an odd place."""
-    path, shapes, num_sequences = bench.path, bench.shapes, len(lengths)
-    num_keys, offset = max(path.pad_keys(length) for length in lengths), 3
-    starts = [offset + b * num_keys for b in range(num_sequences)]
+def _from_pool(heads: _Heads, lengths: Sequence[int], count: int, bench: _Bench, *, shared: bool = False) -> Tensor:
+    """The last ``count`` queries of one sequence or several over keys in blocks of a pool, in no order.
+
+    ``shared``: all but the last block of each is the same one in memory.
+    """
+    shapes, num_sequences = bench.shapes, len(lengths)
+    counts = [num_blocks(length) for length in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).tolist()
     pool = [
-        x.new_zeros(shapes.num_kv_heads, offset + num_sequences * num_keys, shapes.head_dim) for x in (heads.k, heads.v)
+        torch.zeros((len(order), shapes.num_kv_heads, KEY_BLOCK, shapes.head_dim), dtype=bench.dtype) for _ in range(2)
     ]
-    for start, length in zip(starts, lengths, strict=True):
-        for held, x in zip(pool, (heads.k, heads.v), strict=True):
-            held[:, start : start + length - count] = x[: length - count].transpose(0, 1)
-    num_queries = count if count == 1 else path.pad_rows(count)
-    group_size = 1 if num_queries == 1 else shapes.num_heads // shapes.num_kv_heads
-    mask = causal_mask(torch.tensor(lengths) - count, num_queries, num_keys, group_size, bench.dtype)
-    places = torch.arange(num_queries).masked_fill(torch.arange(num_queries) >= count, 0)
-    query_rows = torch.arange(num_sequences)[:, None] * count + places[None]
-    group = AttentionGroup(query_rows, PoolExtent(offset, num_keys), mask, num_keys)
-    num_rows = num_sequences * count
-    slots = torch.cat([torch.arange(s + n - count, s + n) for s, n in zip(starts, lengths, strict=True)])
-    index = output_index([group], [count] * num_sequences, num_rows)
-    plan = AttentionPlan(num_rows, [group], index, slots, path.query_multiple)
+    tables: list[list[int]] = []
+    for length, most in zip(lengths, counts, strict=True):
+        common = tables[0][: most - 1] if shared and tables else []
+        table = common + [order.pop() for _ in range(most - len(common))]
+        for i, block in enumerate(table):
+            for held, x in zip(pool, (heads.k, heads.v), strict=True):
+                part = x[i * KEY_BLOCK : min(length, (i + 1) * KEY_BLOCK)]
+                held[block, :, : len(part)] = part.transpose(0, 1)
+        tables.append(table)
+    num_rows = bench.path.pad_rows(num_sequences * count)
+    segments = [(b * count, (b + 1) * count) for b in range(num_sequences)]
+    if count == 1:
+        plan = AttentionPlan(num_rows, bench.path, [], decode_group(tables, lengths, bench.dtype))
+    else:
+        first = torch.tensor(lengths) - count
+        group = ChunkGroup(padded_rows(segments, 8), torch.tensor(tables), first, counts[0] * KEY_BLOCK, in_pool=True)
+        plan = AttentionPlan(num_rows, bench.path, [group], None, output_index([group], segments, num_rows))
     parts = [heads.rows(length - count, length) for length in lengths]
-    q, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
-    return attention_ops.attention(q, k, v, plan, (pool[0], pool[1]))
+    q, k, v = (_pad(torch.cat(x), num_rows) for x in zip(*parts, strict=True))
+    return attention_ops.attention(q, k, v, plan, (pool[0], pool[1]))[: num_sequences * count]
 
 
 def _pad(rows: Tensor, num_rows: int) -> Tensor:

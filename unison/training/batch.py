@@ -37,19 +37,17 @@ class MicroBatch:
     num_tokens: int
 
 
-def micro_batches(
-    rows: Sequence[TrainingRow], budget_tokens: int, *, group_size: int, path: NumericsPath, dtype: torch.dtype
-) -> list[MicroBatch]:
+def micro_batches(rows: Sequence[TrainingRow], budget_tokens: int, *, path: NumericsPath) -> list[MicroBatch]:
     """Cut the trained rows into packed micro-batches; rows without a trained token are left out."""
     trained = [row for row in rows if row.is_trained]
     lengths = [len(row.token_ids) - 1 for row in trained]
     cuts = pack_micro_batches(lengths, budget_tokens) if trained else []
-    return [_pack([trained[i] for i in members], group_size, path, dtype) for members in cuts]
+    return [_pack([trained[i] for i in members], path) for members in cuts]
 
 
-def _pack(rows: Sequence[TrainingRow], group_size: int, path: NumericsPath, dtype: torch.dtype) -> MicroBatch:
+def _pack(rows: Sequence[TrainingRow], path: NumericsPath) -> MicroBatch:
     lengths = [len(row.token_ids) - 1 for row in rows]
-    plan = packed_plan(lengths, group_size=group_size, path=path, dtype=dtype)
+    plan = packed_plan(lengths, path=path)
     tokens: list[int] = []
     positions: list[int] = []
     predictors: list[int] = []

@@ -91,13 +91,7 @@ class Trainer:
         return {name: parameter.detach() for name, parameter in self.masters.parameters.items()}
 
     def _cut(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
-        return micro_batches(
-            rows,
-            self._config.micro_batch_tokens,
-            group_size=self.model.spec.group_size,
-            path=self._path,
-            dtype=self.model.dtype,
-        )
+        return micro_batches(rows, self._config.micro_batch_tokens, path=self._path)
 
     def _accumulate(
         self, micro: MicroBatch, denominator: float, totals: StepTotals, rows: Sequence[TrainingRow]

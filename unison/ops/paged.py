@@ -1,0 +1,226 @@
+"""Attention of one query of each sequence over keys that lie in blocks of a pool: decoding.
+
+A sequence's blocks may lie anywhere. All blocks of all sequences are multiplied in few calls: neighbours in
+memory are read in place, and a block that several sequences share is read once, for all of them together.
+Softmax and sums then go by sequence.
+Dims: B sequences, P pool blocks, K kv heads, G = query heads of a kv head, D head dim, L = KEY_BLOCK keys of a block,
+E entries, one for each (block, sequence that reads it), C = most blocks of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unison.ops.blocks import KEY_BLOCK, num_blocks, sum_stacked, wide
+from unison.ops.padding import NumericsPath
+
+LayerCache = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each [P, K, L, D]."""
+_BRIDGED_BLOCKS = 16
+"""Blocks nobody asked for that are multiplied along rather than starting another call behind them."""
+_MOST_RUNS = 4
+_SPAN_OVER_COPY = 2.5
+"""Copying a block together with others costs about as much as multiplying this many."""
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class BlockBatch:
+    """Blocks that are multiplied in one call, each with the queries of ``degree`` sequences.
+
+    blocks: a slice of the pool, or the blocks to copy together. entries: which of the group's they are, in order
+    (block, sequence). members [blocks * degree]: the sequence of each entry.
+    """
+
+    blocks: slice | Tensor
+    num_blocks: int
+    degree: int
+    entries: slice
+    members: Tensor
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """The decoding sequences of a step, one query each: the first rows of the packed batch.
+
+    members [E]: sequence of each entry. places [E]: (block of the sequence) * B + sequence, or C * B for what is
+    multiplied along without use. mask [E, 1, 1, L]: -inf at keys behind the query, else 0.
+    """
+
+    num_sequences: int
+    most_blocks: int
+    batches: list[BlockBatch]
+    members: Tensor
+    places: Tensor
+    mask: Tensor
+
+
+def decode_group(tables: Sequence[Sequence[int]], lengths: Sequence[int], dtype: torch.dtype) -> DecodeGroup:
+    """The group of B sequences: their pool blocks in order, and the keys each query sees (itself included).
+
+    A table may be longer than its keys need. dtype: that of the model.
+    """
+    counts = np.array([num_blocks(length) for length in lengths])
+    num_sequences, most = len(counts), int(counts.max())
+    blocks = np.concatenate(
+        [np.asarray(table[:count], dtype=np.int64) for table, count in zip(tables, counts, strict=True)]
+    )
+    sequence = np.repeat(np.arange(num_sequences), counts)
+    number = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    keys = np.minimum(np.array(lengths)[sequence] - number * KEY_BLOCK, KEY_BLOCK)
+    order = np.argsort(blocks, kind="stable")
+    distinct, starts, degrees = np.unique(blocks[order], return_index=True, return_counts=True)
+    batches: list[BlockBatch] = []
+    sources: list[_Array] = []
+    for degree, chosen in _by_degree(degrees):
+        for run in _runs(distinct[chosen], _MOST_RUNS if degree == 1 else 1):
+            sources.append(_sources(run, degree, distinct, starts, degrees, order))
+            at = batches[-1].entries.stop if batches else 0
+            batches.append(_batch(run, degree, at, sources[-1], sequence))
+    source = np.concatenate(sources)
+    used = source >= 0
+    place = np.where(used, number[source] * num_sequences + sequence[source], most * num_sequences)
+    return DecodeGroup(
+        num_sequences,
+        most,
+        batches,
+        torch.from_numpy(np.where(used, sequence[source], 0)),
+        torch.from_numpy(place),
+        _tails(wide(dtype)).index_select(0, torch.from_numpy(np.where(used, keys[source], KEY_BLOCK))),
+    )
+
+
+def attend_decode(
+    q_THD: Tensor, cache: LayerCache, group: DecodeGroup, path: NumericsPath, num_rows: int | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v of the first B rows of q -> [B, H*D], or with zeros below to num_rows."""
+    num_sequences, num_heads, head_dim = group.num_sequences, *q_THD.shape[1:]
+    num_kv_heads = cache[0].shape[1]
+    q = q_THD[:num_sequences].reshape(num_sequences, num_heads * head_dim)
+    shape = (len(group.places), num_kv_heads, num_heads // num_kv_heads, KEY_BLOCK)
+    weights = q.new_empty(shape, dtype=wide(q.dtype))
+    for batch in group.batches:
+        _scores(q, cache[0], batch, group.mask, path, weights)
+    maxima = _by_sequence(weights.amax(-1).view(-1, num_heads), group, float("-inf")).amax(0)
+    weights.sub_(maxima.index_select(0, group.members).view(*shape[:3], 1)).exp_()
+    sums = sum_stacked(_by_sequence(weights.sum(-1).view(-1, num_heads), group, 0.0), weights.dtype)
+    parts = [_products(weights[batch.entries], cache[1], batch, path, q.dtype) for batch in group.batches]
+    products = _by_sequence(parts[0] if len(parts) == 1 else torch.cat(parts), group, 0.0)
+    total = sum_stacked(products.view(-1, num_sequences, num_heads, head_dim), weights.dtype)
+    out = total.div_(sums.unsqueeze(-1)).to(q.dtype).view(num_sequences, num_heads * head_dim)
+    return out if num_rows is None else F.pad(out, (0, 0, 0, num_rows - num_sequences))
+
+
+def _scores(q: Tensor, keys: Tensor, batch: BlockBatch, mask: Tensor, path: NumericsPath, weights: Tensor) -> None:
+    """q k^T / sqrt(D) plus mask of a batch's entries, into its part of weights [E, K, G, L]."""
+    num_kv_heads, group_size = weights.shape[1:3]
+    head_dim = keys.shape[-1]
+    by_head = (batch.num_blocks, batch.degree, num_kv_heads, group_size)
+    rows = q.index_select(0, batch.members).view(*by_head, head_dim)
+    matrices = _padded(_head_first(rows, batch).flatten(0, 1), path)
+    scores = torch.bmm(matrices, _pool_blocks(keys, batch).transpose(1, 2))
+    scores = scores[:, : batch.degree * group_size].view(batch.num_blocks, num_kv_heads, batch.degree, group_size, -1)
+    torch.add(
+        mask[batch.entries].view(batch.num_blocks, batch.degree, 1, 1, KEY_BLOCK),
+        scores.transpose(1, 2),
+        alpha=head_dim**-0.5,
+        out=weights[batch.entries].view(*by_head, KEY_BLOCK),
+    )
+
+
+def _products(
+    weights_EKGL: Tensor, values: Tensor, batch: BlockBatch, path: NumericsPath, dtype: torch.dtype
+) -> Tensor:
+    """Weights times values of a batch's entries -> [entries, H*D] in dtype."""
+    _, num_kv_heads, group_size, _ = weights_EKGL.shape
+    rows = weights_EKGL.view(batch.num_blocks, batch.degree, num_kv_heads, group_size, KEY_BLOCK)
+    matrices = _padded(_head_first(rows, batch, dtype).flatten(0, 1), path)
+    out = torch.bmm(matrices, _pool_blocks(values, batch))[:, : batch.degree * group_size]
+    out = out.view(batch.num_blocks, num_kv_heads, batch.degree, -1)
+    return out.transpose(1, 2).reshape(batch.num_blocks * batch.degree, -1)
+
+
+def _head_first(rows_NCKGX: Tensor, batch: BlockBatch, dtype: torch.dtype | None = None) -> Tensor:
+    """[N, C, K, G, X] as [N, K, C * G, X] of the dtype."""
+    num_kv_heads = rows_NCKGX.shape[2]
+    turned = rows_NCKGX.transpose(1, 2)
+    out = torch.empty(turned.shape, dtype=dtype).copy_(turned) if dtype is not None else turned
+    return out.reshape(batch.num_blocks, num_kv_heads, -1, rows_NCKGX.shape[-1])
+
+
+def _padded(matrices: Tensor, path: NumericsPath) -> Tensor:
+    padding = path.pad_product_rows(matrices.shape[1], matrices.dtype) - matrices.shape[1]
+    return F.pad(matrices, (0, 0, 0, padding)) if padding else matrices
+
+
+def _pool_blocks(held_PKLD: Tensor, batch: BlockBatch) -> Tensor:
+    """[blocks * K, L, D] of a batch; nothing is copied where they lie side by side."""
+    chosen = held_PKLD[batch.blocks] if isinstance(batch.blocks, slice) else held_PKLD.index_select(0, batch.blocks)
+    return chosen.view(-1, *held_PKLD.shape[2:])
+
+
+def _by_sequence(entries_EX: Tensor, group: DecodeGroup, fill: float) -> Tensor:
+    """[C, B, X]: the entries of each sequence in order of their blocks, and fill where it has fewer."""
+    num_places = group.most_blocks * group.num_sequences
+    out = entries_EX.new_full((num_places + 1, entries_EX.shape[1]), fill)
+    out.index_copy_(0, group.places, entries_EX)
+    return out[:num_places].view(group.most_blocks, group.num_sequences, -1)
+
+
+def _rounded(degrees: _Array) -> _Array:
+    """Degrees that are multiplied alike: 1, and up to 4, 8, 16, ... sequences."""
+    powers: _Array = 2 ** np.ceil(np.log2(degrees)).astype(np.int64)
+    return np.where(degrees == 1, 1, np.maximum(4, powers))
+
+
+def _by_degree(degrees: _Array) -> list[tuple[int, _Array]]:
+    """(rounded degree, blocks of it)."""
+    rounded = _rounded(degrees)
+    return [(int(degree), np.flatnonzero(rounded == degree)) for degree in np.unique(rounded)]
+
+
+def _runs(blocks: _Array, most_runs: int) -> list[slice | _Array]:
+    """Sorted blocks as few slices of the pool that hold them, or as they are where slices would hold much else."""
+    gaps = np.diff(blocks)
+    cuts = np.flatnonzero(gaps > _BRIDGED_BLOCKS)
+    if len(cuts) >= most_runs:
+        cuts = np.sort(cuts[np.argsort(gaps[cuts])[len(cuts) - most_runs + 1 :]])
+    firsts = blocks[np.concatenate([[0], cuts + 1])]
+    lasts = blocks[np.concatenate([cuts, [len(blocks) - 1]])]
+    if (lasts - firsts + 1).sum() > _SPAN_OVER_COPY * len(blocks):
+        return [blocks]
+    return [slice(int(first), int(last) + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _sources(
+    run: slice | _Array, degree: int, distinct: _Array, starts: _Array, degrees: _Array, order: _Array
+) -> _Array:
+    """For each entry of a run, which (sequence, block) pair it stands for; -1 for none."""
+    blocks = np.arange(run.start, run.stop) if isinstance(run, slice) else run
+    index = np.minimum(np.searchsorted(distinct, blocks), len(distinct) - 1)
+    found = (distinct[index] == blocks) & (_rounded(degrees[index]) == degree)
+    member = np.arange(degree)
+    real = found[:, None] & (member < degrees[index][:, None])
+    pairs = np.minimum(starts[index][:, None] + member, len(order) - 1)
+    return np.where(real, order[pairs], -1).reshape(-1)
+
+
+def _batch(run: slice | _Array, degree: int, at: int, source: _Array, sequence: _Array) -> BlockBatch:
+    members = torch.from_numpy(np.where(source >= 0, sequence[source], 0))
+    blocks = run if isinstance(run, slice) else torch.from_numpy(run)
+    return BlockBatch(blocks, len(source) // degree, degree, slice(at, at + len(source)), members)
+
+
+@lru_cache(maxsize=4)
+def _tails(dtype: torch.dtype) -> Tensor:
+    """[L + 1, 1, 1, L]: row n hides all but the first n keys of a block."""
+    hidden = torch.arange(KEY_BLOCK) >= torch.arange(KEY_BLOCK + 1)[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]

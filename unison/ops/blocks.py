@@ -62,17 +62,37 @@ def sum_in_order(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def sum_stacked(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over the first dimension in the tree of ``sum_in_order``; zeros at its end change nothing."""
+    """Sum of block results [B, blocks, X] over the blocks in the tree of ``sum_in_order``.
+
+    Zeros at the end change nothing. Additions are spelt out: the order inside torch.sum depends on the shape.
+    """
     while True:
-        count = parts.shape[0]
+        count = parts.shape[1]
         if count > _FAN_IN:
             padding = -count % _FAN_IN
-            if padding:
-                parts = F.pad(parts, (*(0,) * (2 * parts.dim() - 1), padding))
-            parts = parts.view(-1, _FAN_IN, *parts.shape[1:]).transpose(0, 1)
-        total = parts[0].to(dtype, copy=True)
-        for part in parts[1:]:
-            total.add_(part)
+            parts = F.pad(parts, (0, 0, 0, padding)) if padding else parts
+            parts = parts.view(parts.shape[0], -1, _FAN_IN, parts.shape[2])
+        total = parts[..., 0, :].to(dtype, copy=True)
+        for i in range(1, parts.shape[-2]):
+            total.add_(parts[..., i, :])
         if count <= _FAN_IN:
             return total
         parts = total
+
+
+def sum_counted(sums: Tensor) -> Tensor:
+    """Sum over the last dimension, one block after the other; zeros at its end change nothing."""
+    return sums.cumsum(-1)[..., -1]
+
+
+def softmax_weights_(scores: Tensor, maxima: Tensor) -> Tensor:
+    """exp(scores - maxima), in place; 0 below e^-80, which no sum that holds the maximum's 1 can tell from 0.
+
+    The kernel of exp is many times slower where results leave the normal range, as behind each mask.
+    """
+    scores.sub_(maxima).clamp_(min=-80.0).exp_()
+    return torch.threshold_(scores, _LEAST_WEIGHT, 0.0)
+
+
+_LEAST_WEIGHT = 2e-35
+"""A little above e^-80."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unison.ops.blocks import KEY_BLOCK, sum_in_order, sum_stacked, wide
+from unison.ops.blocks import KEY_BLOCK, softmax_weights_, sum_counted, sum_in_order, wide
 from unison.ops.paged import LayerCache
 from unison.ops.plan import ChunkGroup
 
@@ -120,9 +120,9 @@ def _weights(q: Tensor, k: Tensor, group: ChunkGroup, queries: slice) -> tuple[T
         scores = torch.bmm(q, k[:, part].transpose(1, 2)).view(num_sequences, -1, num_rows, part.stop - at)
         torch.add(mask[..., part], scores, alpha=head_dim**-0.5, out=weights[..., part])
     weights = weights.view(num_matrices, num_rows, num_keys)
-    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    weights = softmax_weights_(weights, weights.amax(-1, keepdim=True))
     sums = weights.view(num_matrices, num_rows, -1, KEY_BLOCK).sum(-1)
-    return weights, sum_stacked(sums.movedim(-1, 0), sums.dtype).unsqueeze(-1)
+    return weights, sum_counted(sums).unsqueeze(-1)
 
 
 class _ChunkAttention(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.ops.blocks import KEY_BLOCK, num_blocks, sum_stacked, wide
+from unison.ops.blocks import KEY_BLOCK, num_blocks, softmax_weights_, sum_counted, sum_stacked, wide
 from unison.ops.padding import NumericsPath
 
 LayerCache = tuple[Tensor, Tensor]
@@ -51,15 +51,16 @@ class BlockBatch:
 class DecodeGroup:
     """The decoding sequences of a step, one query each: the first rows of the packed batch.
 
-    members [E]: sequence of each entry. places [E]: (block of the sequence) * B + sequence, or C * B for what is
-    multiplied along without use. mask [E, 1, 1, L]: -inf at keys behind the query, else 0.
+    members [E]: sequence of each entry. places [E]: sequence * C + (block of the sequence), or B * C for what is
+    multiplied along without use; None where that counts 0, 1, 2, ... to B * C. mask [E, 1, L]: -inf at keys behind
+    the query, else 0.
     """
 
     num_sequences: int
     most_blocks: int
     batches: list[BlockBatch]
     members: Tensor
-    places: Tensor
+    places: Tensor | None
     mask: Tensor
 
 
@@ -87,13 +88,14 @@ def decode_group(tables: Sequence[Sequence[int]], lengths: Sequence[int], dtype:
             batches.append(_batch(run, degree, at, sources[-1], sequence))
     source = np.concatenate(sources)
     used = source >= 0
-    place = np.where(used, number[source] * num_sequences + sequence[source], most * num_sequences)
+    place = np.where(used, sequence[source] * most + number[source], most * num_sequences)
+    in_order = len(place) == most * num_sequences and bool((place == np.arange(len(place))).all())
     return DecodeGroup(
         num_sequences,
         most,
         batches,
         torch.from_numpy(np.where(used, sequence[source], 0)),
-        torch.from_numpy(place),
+        None if in_order else torch.from_numpy(place),
         _tails(wide(dtype)).index_select(0, torch.from_numpy(np.where(used, keys[source], KEY_BLOCK))),
     )
 
@@ -103,62 +105,64 @@ def attend_decode(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v of the first B rows of q -> [B, H*D], or with zeros below to num_rows."""
     num_sequences, num_heads, head_dim = group.num_sequences, *q_THD.shape[1:]
-    num_kv_heads = cache[0].shape[1]
     q = q_THD[:num_sequences].reshape(num_sequences, num_heads * head_dim)
-    shape = (len(group.places), num_kv_heads, num_heads // num_kv_heads, KEY_BLOCK)
-    weights = q.new_empty(shape, dtype=wide(q.dtype))
-    for batch in group.batches:
-        _scores(q, cache[0], batch, group.mask, path, weights)
-    maxima = _by_sequence(weights.amax(-1).view(-1, num_heads), group, float("-inf")).amax(0)
-    weights.sub_(maxima.index_select(0, group.members).view(*shape[:3], 1)).exp_()
-    sums = sum_stacked(_by_sequence(weights.sum(-1).view(-1, num_heads), group, 0.0), weights.dtype)
+    num_kv_heads = cache[0].shape[1]
+    scores = [_scores(q, cache[0], batch, num_kv_heads, path) for batch in group.batches]
+    joined = scores[0] if len(scores) == 1 else torch.cat(scores)
+    weights = torch.add(group.mask, joined, alpha=head_dim**-0.5)
+    maxima = _by_sequence(weights.amax(-1), group, float("-inf")).amax(1)
+    weights = softmax_weights_(weights, maxima.index_select(0, group.members).unsqueeze(-1))
+    sums = sum_counted(_by_sequence(weights.sum(-1), group, 0.0).transpose(1, 2))
     parts = [_products(weights[batch.entries], cache[1], batch, path, q.dtype) for batch in group.batches]
     products = _by_sequence(parts[0] if len(parts) == 1 else torch.cat(parts), group, 0.0)
-    total = sum_stacked(products.view(-1, num_sequences, num_heads, head_dim), weights.dtype)
+    total = sum_stacked(products, weights.dtype).view(num_sequences, num_heads, head_dim)
     out = total.div_(sums.unsqueeze(-1)).to(q.dtype).view(num_sequences, num_heads * head_dim)
-    return out if num_rows is None else F.pad(out, (0, 0, 0, num_rows - num_sequences))
+    return out if num_rows in (None, num_sequences) else F.pad(out, (0, 0, 0, num_rows - num_sequences))
 
 
-def _scores(q: Tensor, keys: Tensor, batch: BlockBatch, mask: Tensor, path: NumericsPath, weights: Tensor) -> None:
-    """q k^T / sqrt(D) plus mask of a batch's entries, into its part of weights [E, K, G, L]."""
-    num_kv_heads, group_size = weights.shape[1:3]
+def _scores(q: Tensor, keys: Tensor, batch: BlockBatch, num_kv_heads: int, path: NumericsPath) -> Tensor:
+    """q k^T of a batch's entries, [entries, H, L] in memory."""
     head_dim = keys.shape[-1]
-    by_head = (batch.num_blocks, batch.degree, num_kv_heads, group_size)
-    rows = q.index_select(0, batch.members).view(*by_head, head_dim)
-    matrices = _padded(_head_first(rows, batch).flatten(0, 1), path)
-    scores = torch.bmm(matrices, _pool_blocks(keys, batch).transpose(1, 2))
-    scores = scores[:, : batch.degree * group_size].view(batch.num_blocks, num_kv_heads, batch.degree, group_size, -1)
-    torch.add(
-        mask[batch.entries].view(batch.num_blocks, batch.degree, 1, 1, KEY_BLOCK),
-        scores.transpose(1, 2),
-        alpha=head_dim**-0.5,
-        out=weights[batch.entries].view(*by_head, KEY_BLOCK),
-    )
+    rows = q.index_select(0, batch.members)
+    if batch.degree == 1:
+        matrices = rows.view(batch.num_blocks * num_kv_heads, -1, head_dim)
+    else:
+        matrices = _head_first(rows.view(batch.num_blocks, batch.degree, num_kv_heads, -1), batch, head_dim)
+    scores = _product(matrices, _pool_blocks(keys, batch).transpose(1, 2), path)
+    scores = scores if batch.degree == 1 else _member_first(scores, batch, num_kv_heads)
+    return scores.reshape(batch.num_blocks * batch.degree, -1, KEY_BLOCK)
 
 
-def _products(
-    weights_EKGL: Tensor, values: Tensor, batch: BlockBatch, path: NumericsPath, dtype: torch.dtype
-) -> Tensor:
+def _products(weights_EHL: Tensor, values: Tensor, batch: BlockBatch, path: NumericsPath, dtype: torch.dtype) -> Tensor:
     """Weights times values of a batch's entries -> [entries, H*D] in dtype."""
-    _, num_kv_heads, group_size, _ = weights_EKGL.shape
-    rows = weights_EKGL.view(batch.num_blocks, batch.degree, num_kv_heads, group_size, KEY_BLOCK)
-    matrices = _padded(_head_first(rows, batch, dtype).flatten(0, 1), path)
-    out = torch.bmm(matrices, _pool_blocks(values, batch))[:, : batch.degree * group_size]
-    out = out.view(batch.num_blocks, num_kv_heads, batch.degree, -1)
-    return out.transpose(1, 2).reshape(batch.num_blocks * batch.degree, -1)
+    num_kv_heads, num_entries = values.shape[1], len(weights_EHL)
+    rows = weights_EHL.to(dtype)
+    if batch.degree == 1:
+        matrices = rows.view(batch.num_blocks * num_kv_heads, -1, KEY_BLOCK)
+    else:
+        matrices = _head_first(rows.view(batch.num_blocks, batch.degree, num_kv_heads, -1), batch, KEY_BLOCK)
+    out = _product(matrices, _pool_blocks(values, batch), path)
+    return (out if batch.degree == 1 else _member_first(out, batch, num_kv_heads)).reshape(num_entries, -1)
 
 
-def _head_first(rows_NCKGX: Tensor, batch: BlockBatch, dtype: torch.dtype | None = None) -> Tensor:
-    """[N, C, K, G, X] as [N, K, C * G, X] of the dtype."""
-    num_kv_heads = rows_NCKGX.shape[2]
-    turned = rows_NCKGX.transpose(1, 2)
-    out = torch.empty(turned.shape, dtype=dtype).copy_(turned) if dtype is not None else turned
-    return out.reshape(batch.num_blocks, num_kv_heads, -1, rows_NCKGX.shape[-1])
+def _head_first(rows_NCKX: Tensor, batch: BlockBatch, width: int) -> Tensor:
+    """[blocks, sequences, K, G * width] as matrices [blocks * K, sequences * G, width]."""
+    num_kv_heads = rows_NCKX.shape[2]
+    return rows_NCKX.transpose(1, 2).reshape(batch.num_blocks * num_kv_heads, -1, width)
 
 
-def _padded(matrices: Tensor, path: NumericsPath) -> Tensor:
-    padding = path.pad_product_rows(matrices.shape[1], matrices.dtype) - matrices.shape[1]
-    return F.pad(matrices, (0, 0, 0, padding)) if padding else matrices
+def _member_first(matrices: Tensor, batch: BlockBatch, num_kv_heads: int) -> Tensor:
+    """The way back, to [blocks * sequences, K, G * width]."""
+    by_head = matrices.reshape(batch.num_blocks, num_kv_heads, batch.degree, -1)
+    return by_head.transpose(1, 2).reshape(batch.num_blocks * batch.degree, num_kv_heads, -1)
+
+
+def _product(left: Tensor, right: Tensor, path: NumericsPath) -> Tensor:
+    num_rows = left.shape[1]
+    padding = path.pad_product_rows(num_rows, left.dtype) - num_rows
+    if not padding:
+        return torch.bmm(left, right)
+    return torch.bmm(F.pad(left, (0, 0, 0, padding)), right)[:, :num_rows].contiguous()
 
 
 def _pool_blocks(held_PKLD: Tensor, batch: BlockBatch) -> Tensor:
@@ -168,11 +172,14 @@ def _pool_blocks(held_PKLD: Tensor, batch: BlockBatch) -> Tensor:
 
 
 def _by_sequence(entries_EX: Tensor, group: DecodeGroup, fill: float) -> Tensor:
-    """[C, B, X]: the entries of each sequence in order of their blocks, and fill where it has fewer."""
+    """[B, C, X]: the entries of each sequence in order of their blocks, and fill where it has fewer."""
+    width = entries_EX.shape[1]
+    if group.places is None:
+        return entries_EX.view(group.num_sequences, group.most_blocks, width)
     num_places = group.most_blocks * group.num_sequences
-    out = entries_EX.new_full((num_places + 1, entries_EX.shape[1]), fill)
+    out = entries_EX.new_full((num_places + 1, width), fill)
     out.index_copy_(0, group.places, entries_EX)
-    return out[:num_places].view(group.most_blocks, group.num_sequences, -1)
+    return out[:num_places].view(group.num_sequences, group.most_blocks, width)
 
 
 def _rounded(degrees: _Array) -> _Array:
@@ -221,6 +228,6 @@ def _batch(run: slice | _Array, degree: int, at: int, source: _Array, sequence: 
 
 @lru_cache(maxsize=4)
 def _tails(dtype: torch.dtype) -> Tensor:
-    """[L + 1, 1, 1, L]: row n hides all but the first n keys of a block."""
+    """[L + 1, 1, L]: row n hides all but the first n keys of a block."""
     hidden = torch.arange(KEY_BLOCK) >= torch.arange(KEY_BLOCK + 1)[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None]

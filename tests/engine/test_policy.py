@@ -15,7 +15,7 @@ def waiting(name: str, *, priority: int = 0, passed_over: int = 0, pushed_back: 
     one = replace(request(name), priority=priority)
     sequence = Sequence(one, seed=0, max_new_tokens=8, end_ids=frozenset(), detokenizer=None)
     sequence.num_passed_over = passed_over
-    sequence.was_pushed_back = pushed_back
+    sequence.num_retractions = int(pushed_back)
     return sequence
 
 

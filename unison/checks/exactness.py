@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from unison.checks.circumstances import Circumstance, circumstances, temperatures
 from unison.checks.pairs import all_pairs
 from unison.checks.witness import Witness
 from unison.checks.workload import make_workload
@@ -26,6 +27,7 @@ from unison.models.loading import load_model, read_config
 from unison.models.numerics import choose_numerics
 from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
+from unison.ops.blocks import KEY_BLOCK
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.plan import packed_plan
 from unison.ops.selftest import threads_set_to
@@ -127,8 +129,8 @@ class _Check:
         references = {temperature: self._reference(temperature) for temperature in AXES["temperature"]}
         for axes in self.cells:
             yield self._cell(axes, references[axes["temperature"]])
-        for temperature, cache in ((0.7, False), (1.0, True)):
-            yield self._retracted(temperature, cache, references[temperature])
+        for circumstance in circumstances(self._workload, KEY_BLOCK):
+            yield self._special(circumstance)
         yield self._control()
 
     def _reference(self, temperature: float) -> list[tuple[list[int], list[float]]]:
@@ -157,20 +159,23 @@ class _Check:
         name = ", ".join(f"{key} {value}" for key, value in axes.items())
         return _judge(name, outputs, trained, reference[:count], seen, occurred=seen.proves(axes, requests))
 
-    def _retracted(self, temperature: float, cache: bool, reference: list[tuple[list[int], list[float]]]) -> Cell:
-        """The same requests where memory is so short that sequences are pushed back and computed again."""
-        requests = self._workload.requests(temperature, self._count)
-        longest = max(len(p) + n for p, n in self._workload.items())
-        config = EngineConfig(
-            kv_tokens=EXACT.pad_keys(longest) + 192,
-            new_token_ratio=0.001,
-            prefix_cache=cache,
-            poison_freed_pages=True,
-        )
-        outputs, seen = _generate(self._model, requests, EXACT, config)
-        trained = training_logprobs(self._trainer_model, outputs, temperature, EXACT)
-        name = f"retracted and computed again, temperature {temperature}, prefix cache {'on' if cache else 'off'}"
-        return _judge(name, outputs, trained, reference, seen, occurred=seen.num_retractions > 0)
+    def _special(self, circumstance: Circumstance) -> Cell:
+        """Requests that went through something, against the same ones alone and undisturbed."""
+        requests = circumstance.requests(self._workload)
+        plain, _ = _generate(self._model, requests, EXACT, EngineConfig(prefix_cache=False, max_running=8))
+        engine = Engine(self._model, path=EXACT, config=circumstance.config)
+        seen = Witness(engine)
+        answers = circumstance.drive(engine, requests, seen)
+        outputs = [answers[request.request_id] for request in requests]
+        trained: dict[str, list[float]] = {}
+        for temperature in temperatures(outputs):
+            chosen = [output for output in outputs if output.sampling.temperature == temperature]
+            values = training_logprobs(self._trainer_model, chosen, temperature, EXACT)
+            trained |= {output.request_id: own for output, own in zip(chosen, values, strict=True)}
+        in_order = [trained[request.request_id] for request in requests]
+        reference = [(output.token_ids, own) for output, own in zip(plain, in_order, strict=True)]
+        occurred = circumstance.occurred(seen, requests)
+        return _judge(circumstance.name, outputs, in_order, reference, seen, occurred=occurred)
 
     def _control(self) -> Cell:
         requests = self._workload.requests(1.0, self._count)

@@ -19,13 +19,18 @@ class Witness:
         self._started: dict[str, float] = {}
         """Requests in the order in which they began to run, with their temperatures."""
         self._threads: set[int] = set()
-        self._num_joined = 0
+        self.num_joined = 0
+        """Requests that arrived while others ran."""
         self._num_pages = 0
-        self._num_hits = 0
+        self.num_hits = 0
+        """Tokens taken from the prefix cache."""
+        self.num_resumed = 0
+        self._retractions: dict[str, int] = {}
+        self.most_shared_pages = 0
 
     def arrival(self) -> None:
         """A request was just queued."""
-        self._num_joined += bool(self._engine.scheduler.running)
+        self.num_joined += bool(self._engine.scheduler.running)
 
     def step(self) -> None:
         """A step was just made."""
@@ -33,22 +38,41 @@ class Witness:
         for sequence in self._engine.scheduler.running:
             self._started.setdefault(sequence.request_id, sequence.request.sampling.temperature)
             self._num_pages = max(self._num_pages, len(sequence.pages))
+        for sequence in (*self._engine.scheduler.running, *self._engine.scheduler.waiting):
+            self._retractions[sequence.request_id] = sequence.num_retractions
+        self.most_shared_pages = max(self.most_shared_pages, self._engine.pool.num_shared_pages)
 
     def answer(self, output: GenerationOutput) -> None:
         """A request just ended."""
-        self._num_hits += output.num_cached_tokens
+        self.num_hits += output.num_cached_tokens
 
     @property
-    def num_retractions(self) -> int:
-        return self._engine.stats.num_retractions
+    def num_retracted(self) -> int:
+        """Requests that were pushed back."""
+        return sum(count > 0 for count in self._retractions.values())
+
+    @property
+    def most_retractions(self) -> int:
+        """How often the one that was pushed back most was."""
+        return max(self._retractions.values(), default=0)
+
+    @property
+    def num_prefilled(self) -> int:
+        return self._engine.stats.num_prefill_tokens
+
+    @property
+    def num_prepared(self) -> int:
+        """Steps whose plan was ready before the step before had ended."""
+        return self._engine.stats.num_prepared_steps
 
     def line(self) -> str:
         stats = self._engine.stats
         return (
             f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes)} up to {stats.max_batch_sequences}, "
-            f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}, joined {self._num_joined}, "
-            f"pages {self._num_pages}, threads {max(self._threads, default=0)}, cached tokens {self._num_hits}, "
-            f"retractions {stats.num_retractions}"
+            f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}, joined {self.num_joined}, "
+            f"pages {self._num_pages}, threads {max(self._threads, default=0)}, cached tokens {self.num_hits}, "
+            f"retractions {stats.num_retractions} up to {self.most_retractions}, shared pages {self.most_shared_pages}, "
+            f"resumed {self.num_resumed}, prepared {stats.num_prepared_steps}"
         )
 
     def proves(self, axes: Mapping[str, Any], requests: Sequence[GenerationRequest]) -> bool:
@@ -63,11 +87,11 @@ class Witness:
             "threads": self._threads == {axes["threads"]},
             "temperature": set(self._started.values()) == {axes["temperature"]},
             "arrival": self._started_in(sent[::-1] if axes["arrival"] == "reversed" else sent, axes["cache"])
-            and (self._num_joined > 0) == (axes["arrival"] == "staggered"),
+            and (self.num_joined > 0) == (axes["arrival"] == "staggered"),
             "cache": {
-                "off": self._num_hits == 0,
-                "cold": self._num_hits > 0,
-                "warm": self._num_hits >= sum(len(request.prompt_ids) - 1 for request in requests),
+                "off": self.num_hits == 0,
+                "cold": self.num_hits > 0,
+                "warm": self.num_hits >= sum(len(request.prompt_ids) - 1 for request in requests),
             }[axes["cache"]],
         }
         return all(occurred[axis] for axis in axes)

@@ -116,6 +116,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     prefix_cache: Annotated[
         bool, Meta(description="Keep keys and values of finished requests for later ones that begin alike.")
     ] = True
+    overlap: Annotated[
+        bool, Meta(description="Plan the next step while this one computes; pays where cores are idle meanwhile.")
+    ] = False
     poison_freed_pages: Annotated[
         bool, Meta(description="Debugging: fill freed pages with NaN, so that a stale read shows.")
     ] = False

@@ -22,6 +22,7 @@ from unison.engine.drawing import Failures, take_draws, take_prompt_logprobs
 from unison.engine.kv_pool import KvPool
 from unison.engine.logit_edits import make_edits
 from unison.engine.memory import automatic_kv_tokens
+from unison.engine.planner import Planner
 from unison.engine.prefix_cache import PrefixCache
 from unison.engine.runner import Runner
 from unison.engine.scheduler import Chunk, Scheduler
@@ -67,7 +68,8 @@ class Engine:
         self.cache = PrefixCache(self.pool, self.config.page_size) if self.config.prefix_cache else None
         self.scheduler = Scheduler(self.config, self.pool, self.cache)
         self.stats = EngineStats()
-        self._runner = Runner(model, self.pool, path)
+        self._planner = Planner(self.pool, path, model.dtype)
+        self._runner = Runner(model, self.pool, path, self._planner)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""
@@ -264,6 +266,8 @@ class Engine:
         chunks = self.scheduler.schedule(self.weights.version)
         self.stats.num_retractions = self.scheduler.num_retractions
         if chunks:
+            if self.config.overlap:
+                self._planner.prepare(self.scheduler.running, chunks)
             failures = self._process(chunks, *self._runner.run(chunks))
             self._collect()
             if failures:

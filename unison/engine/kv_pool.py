@@ -58,6 +58,11 @@ class KvPool:
         """Pages that only the prefix cache holds."""
         return int(((self._owners == 0) & (self._references > 0)).sum())
 
+    @property
+    def num_shared_pages(self) -> int:
+        """Pages that several sequences hold."""
+        return int((self._owners > 1).sum())
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -33,7 +33,7 @@ def admission_order(
         return sequences
 
     def rank(sequence: Sequence) -> tuple[int, int]:
-        if sequence.was_pushed_back:
+        if sequence.num_retractions:
             return 0, 0
         if sequence.num_passed_over >= MAX_PASSED_OVER:
             return 1, 0

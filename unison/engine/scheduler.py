@@ -134,9 +134,15 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the sequence's next token; False where there is none."""
         missing = self._pool.pages_for(len(sequence.token_ids)) - len(sequence.pages)
-        if missing <= 0:
+        ahead = self._pool.pages_for(min(len(sequence.token_ids) + 1, sequence.max_tokens)) - len(sequence.pages)
+        if missing <= 0 and not (self._config.overlap and ahead > 0):
             return True
-        pages = self._allocate(missing)
+        # The page of the token after, where the next step is planned ahead; not worth pushing anyone back.
+        pages = self._allocate(ahead) if self._config.overlap else None
+        if pages is None:
+            if missing <= 0:
+                return True
+            pages = self._allocate(missing)
         if pages is None:
             return False
         sequence.pages += pages

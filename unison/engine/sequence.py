@@ -43,7 +43,7 @@ class Sequence:
         self.num_prior = len(request.prompt_ids) + len(request.output_ids)
         """Tokens that were there when the request came; those after them are sampled here."""
         self.num_cached = 0
-        self.was_pushed_back = False
+        self.num_retractions = 0
         self.num_passed_over = 0
         """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
@@ -123,7 +123,7 @@ class Sequence:
 
     def push_back(self) -> None:
         """The sequence lost its place in memory; its keys and values will be computed or found again."""
-        self.was_pushed_back = True
+        self.num_retractions += 1
         self.pages = []
         self.num_cached = 0
         self.kv_versions = []

@@ -22,6 +22,8 @@ class EngineStats:
     """Steps that held both prompt chunks and decoding sequences."""
     num_partial_chunks: int = 0
     """Chunks that did not reach the end of what is known of their sequence."""
+    num_prepared_steps: int = 0
+    """Steps whose plan was made while the step before computed (``engine.overlap``)."""
     max_batch_sequences: int = 0
     batch_sizes: set[int] = field(default_factory=set)
     """Distinct numbers of sequences in a step."""

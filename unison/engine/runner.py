@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unison.engine.kv_pool import KvPool
 from unison.engine.scheduler import Chunk
+from unison.engine.taps import keep_rows, wanted_taps
 from unison.models.decoder import Decoder
 from unison.ops.padding import NumericsPath
 from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, output_index
@@ -30,7 +31,10 @@ class Runner:
         of the chunk, the log-probs that the chunk's rows give to prompt tokens, where a request asks for them."""
         plan = self._plan(chunks)
         tokens, positions = _rows(chunks, plan.num_rows)
-        hidden = self.model(tokens, positions, plan, self._pool.layers)
+        taps = wanted_taps(chunks)
+        hidden = self.model(tokens, positions, plan, self._pool.layers, taps)
+        if taps is not None:
+            keep_rows(chunks, plan.segments, taps)
         last_rows = [end - 1 for chunk, (_, end) in zip(chunks, plan.segments, strict=True) if chunk.samples]
         logits = vocabulary_logits(
             hidden[torch.tensor(last_rows, dtype=torch.int64)], self.model.head_weight(), self._path

@@ -30,7 +30,13 @@ TEXTS = (
     "ab STO STOSTOP never",
     "ends in half a stop: ST",
 )
-STOPS: tuple[tuple[str, ...], ...] = ((), ("STOP",), ("OP", "STOP", "zzz"), ("\U0001f469\u200d\U0001f680",), ("\ufffd",))
+STOPS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("STOP",),
+    ("OP", "STOP", "zzz"),
+    ("\U0001f469\u200d\U0001f680",),
+    ("\ufffd",),
+)
 
 
 @pytest.fixture
@@ -111,7 +117,19 @@ def test_the_real_tokenizer_streams_whole_characters_and_stops(
     wide_model: Decoder, real: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(3)
-    parts = ("\U0001f30d", "\U0001f469\u200d\U0001f680", "\u4f60\u597d", "\u0e01\u0e33", "\u05e9\u05dc\u05d5\u05dd", "e\u0301", " STO", "STOP", "\n", " word", "\U00020000")
+    parts = (
+        "\U0001f30d",
+        "\U0001f469\u200d\U0001f680",
+        "\u4f60\u597d",
+        "\u0e01\u0e33",
+        "\u05e9\u05dc\u05d5\u05dd",
+        "e\u0301",
+        " STO",
+        "STOP",
+        "\n",
+        " word",
+        "\U00020000",
+    )
     for case in range(60):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(12)))
         ids = real.encode(text)
@@ -142,7 +160,12 @@ def test_an_answer_aborted_within_a_character_gives_only_whole_ones(
 ) -> None:
     ids = [*"ab \U0001f30d STOP".encode(), END]
     monkeypatch.setattr(drawing, "sample", scripted({5: ids}, 1))
-    for count, text, held in ((2, "ab", ""), (5, "ab ", "\ufffd"), (7, "ab \U0001f30d", ""), (10, "ab \U0001f30d ", "ST")):
+    for count, text, held in (
+        (2, "ab", ""),
+        (5, "ab ", "\ufffd"),
+        (7, "ab \U0001f30d", ""),
+        (10, "ab \U0001f30d ", "ST"),
+    ):
         engine = make_engine(model, tokenizer=byte_tokenizer, end_ids=[END])
         wanted = request("r", [1], max_new_tokens=99, stop=("STOP",))
         deltas, output = take_all(engine, wanted, abort_after=count)
@@ -154,7 +177,11 @@ def test_an_answer_aborted_within_a_character_gives_only_whole_ones(
 def test_an_answer_that_ends_at_once_is_one_delta(model: Decoder, byte_tokenizer: Tokenizer) -> None:
     engine = make_engine(model, tokenizer=byte_tokenizer)
     (first, *_), _ = naive_answer(model, request("n"))
-    for settings in ({"max_new_tokens": 0}, {"stop_token_ids": (first,)}, {"max_new_tokens": 0, "prompt_logprobs_from": 0}):
+    for settings in (
+        {"max_new_tokens": 0},
+        {"stop_token_ids": (first,)},
+        {"max_new_tokens": 0, "prompt_logprobs_from": 0},
+    ):
         deltas, output = take_all(engine, request("r", **settings))
         assert_joined(deltas, output)
         assert (len(deltas), output.text) == (1, "")

@@ -13,6 +13,8 @@ import torch
 from tests.engine.support import assert_idle, assert_works, make_engine, request
 from unison.core.errors import NonFiniteLogitsError, RequestError
 from unison.core.records import GenerationOutput
+from unison.core.sampling import SamplingParams
+from unison.engine import runner
 from unison.engine.taps import hidden_tensor
 from unison.models.decoder import Decoder, Taps
 from unison.models.loading import load_model
@@ -52,7 +54,9 @@ def only(engine: Any, wanted: Any) -> GenerationOutput:
 
 @pytest.mark.parametrize("taps_from", [None, 0, 7, 18])
 @pytest.mark.parametrize("settings", [{}, {"prefill_chunk": 5, "page_size": 7}])
-def test_rows_are_those_of_the_training_forward(model: Decoder, taps_from: int | None, settings: dict[str, Any]) -> None:
+def test_rows_are_those_of_the_training_forward(
+    model: Decoder, taps_from: int | None, settings: dict[str, Any]
+) -> None:
     engine = make_engine(model, **settings)
     wanted = request("r", range(1, 20), max_new_tokens=9, taps=TAPS, taps_from=taps_from)
     output = only(engine, wanted)
@@ -95,8 +99,6 @@ def test_rows_survive_retraction_beside_those_who_ask_for_none(model: Decoder, t
 
 
 def test_each_answer_to_a_prompt_has_its_own_rows(model: Decoder) -> None:
-    from unison.core.sampling import SamplingParams
-
     engine = make_engine(model)
     sampling = SamplingParams(n=4, seed=1, max_new_tokens=6, taps=TAPS, taps_from=10)
     (copies,) = engine.generate([list(range(1, 30))], sampling)
@@ -132,8 +134,6 @@ def test_an_aborted_answer_has_the_rows_that_were_computed(model: Decoder) -> No
 
 
 def test_taps_change_no_answer_and_outlive_a_failed_step(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unison.engine import runner
-
     plain = only(make_engine(model), request("r", range(1, 20)))
     engine = make_engine(model, prefill_chunk=6)
     engine.add_request(request("r", range(1, 20), taps=TAPS, taps_from=0))

@@ -164,7 +164,7 @@ class SamplingParams:
     def _check_taps(self) -> None:
         check_sequence("taps", self.taps)
         if len(self.taps) > MAX_TAPS:
-            raise RequestError(f"{len(self.taps)} taps given; at most {MAX_TAPS} are allowed")
+            raise RequestError(f"taps holds {len(self.taps)} names; at most {MAX_TAPS} are allowed")
         for name in self.taps:
             if not isinstance(name, str):
                 raise RequestError(f"taps contains {name!r}; each tap must be a name like 'layer.0' or 'final'")

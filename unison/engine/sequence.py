@@ -247,7 +247,8 @@ class Sequence:
             return ""
         if self.finish_reason == "abort":
             # What a resumed answer may yet make of these is not known, so they are no part of the text.
-            self._held_text = self._stops.flush() + self._detokenizer.flush()
+            text, _ = self._stops.push(self._detokenizer.flush(), may_match=False)
+            self._held_text = text + self._stops.flush()
         elif not isinstance(self.matched_stop, str):
             text, matched = self._stops.push(self._detokenizer.flush(), may_match=self._may_end)
             self.text_pieces.append(text)

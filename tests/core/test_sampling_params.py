@@ -12,6 +12,7 @@ from unison.core.sampling import (
     MAX_CHOSEN_LOGPROBS,
     MAX_COPIES,
     MAX_LISTED_IDS,
+    MAX_TAPS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
@@ -64,6 +65,7 @@ def test_what_scaled_logprobs_do_not_describe_cannot_be_replayed(settings: dict[
         {"forced_ids": (1, 2), "max_new_tokens": 2},
         {"top_logprobs": MAX_TOP_LOGPROBS, "logprob_token_ids": (5,) * MAX_CHOSEN_LOGPROBS},
         {"prompt_logprobs_from": 0},
+        {"taps": ("final", "layer.0"), "taps_from": 0},
     ],
 )
 def test_values_at_the_limits_are_taken(settings: dict[str, Any]) -> None:
@@ -107,6 +109,8 @@ BAD_VALUES: dict[str, tuple[object, ...]] = {
     "top_logprobs": (-1, MAX_TOP_LOGPROBS + 1, 400_000_000, 1.0, True, None),
     "logprob_token_ids": ((-1,), ("a",), None, (1,) * (MAX_CHOSEN_LOGPROBS + 1)),
     "prompt_logprobs_from": (-1, 1.0, True, "0", 2**40),
+    "taps": ("final", (1,), None, ("final", "layer.0", "final"), ("layer.0",) * (MAX_TAPS + 1)),
+    "taps_from": (-1, 1.0, True, "0", 2**40),
 }
 
 
@@ -130,6 +134,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         SamplingParams(allowed_token_ids=(1, 2), forbidden_token_ids=(2, 1, 3))
     with pytest.raises(RequestError, match="prompt tokens are drawn from no distribution"):
         SamplingParams(prompt_logprobs_from=0, logprobs="processed")
+    with pytest.raises(RequestError, match="taps_from=0 without taps"):
+        SamplingParams(taps_from=0)
 
 
 def test_a_bias_changed_by_its_owner_later_changes_no_settings() -> None:
@@ -141,4 +147,4 @@ def test_a_bias_changed_by_its_owner_later_changes_no_settings() -> None:
 
 
 def test_further_logprobs_leave_the_distribution_alone() -> None:
-    assert SamplingParams(top_logprobs=3, logprob_token_ids=(1,), prompt_logprobs_from=2).replayable
+    assert SamplingParams(top_logprobs=3, logprob_token_ids=(1,), prompt_logprobs_from=2, taps=("final",)).replayable

@@ -71,8 +71,8 @@ class Witness:
             f"steps {stats.num_steps}, batch sizes {len(stats.batch_sizes)} up to {stats.max_batch_sequences}, "
             f"mixed {stats.num_mixed_steps}, partial chunks {stats.num_partial_chunks}, joined {self.num_joined}, "
             f"pages {self._num_pages}, threads {max(self._threads, default=0)}, cached tokens {self.num_hits}, "
-            f"retractions {stats.num_retractions} up to {self.most_retractions}, shared pages {self.most_shared_pages}, "
-            f"resumed {self.num_resumed}, prepared {stats.num_prepared_steps}"
+            f"retractions {stats.num_retractions} up to {self.most_retractions}, "
+            f"shared pages {self.most_shared_pages}, resumed {self.num_resumed}, prepared {stats.num_prepared_steps}"
         )
 
     def proves(self, axes: Mapping[str, Any], requests: Sequence[GenerationRequest]) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from unison.cli.arguments import ArgumentParser, id_list, id_value
 from unison.core.errors import ConfigError, ModelError
-from unison.core.records import GenerationOutput, expand_runs
+from unison.core.records import GenerationOutput, OutputDelta, expand_runs
 from unison.core.sampling import LOGPROB_KINDS, SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ examples:
   unison generate --model smollm2-135m --chat "What is 2+3?" --temperature 0
   unison generate --model smollm2-135m --prompt "1+2=3, 5+4=" --n 4 --max-new-tokens 8 --logprobs scaled
   unison generate --model my-model --prompt-file prompt.txt --stop $'\\n' --json
+  unison generate --model smollm2-135m --chat "Tell me a story." --stream | tee story.txt
 """
 
 
@@ -33,19 +34,27 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse(arguments)
     sampling = _sampling(options)
     texts = _prompt_texts(options)
+    if options.stream and options.json:
+        raise ConfigError("unison generate: --stream shows text as it is made, --json whole answers: give one of them")
     from unison import Engine
 
     engine = Engine.from_pretrained(options.model, dtype=options.dtype, numerics=options.numerics)
     prompts = [_chat_ids(engine, text) for text in texts] if options.chat else texts
-    start = time.perf_counter()
-    outputs = engine.generate(prompts, sampling)
-    seconds = time.perf_counter() - start
     if options.json:
-        _print_json(texts, outputs)
+        _print_json(texts, engine.generate(prompts, sampling))
+        return 0
+    printer = _Printer(texts, sampling.n, engine, with_tables=_wants_tables(options))
+    start = time.perf_counter()
+    if sys.stdout.isatty() if options.stream is None else options.stream:
+        for prompt, copy, delta in engine.stream(prompts, sampling):
+            printer.take(prompt, copy, delta)
+        seconds = time.perf_counter() - start
     else:
-        _print_text(texts, outputs, engine, with_tables=_wants_tables(options))
-        num_tokens = sum(len(one.token_ids) for copies in outputs for one in copies)
-        print(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.0f} tokens/s)", file=sys.stderr)
+        outputs = engine.generate(prompts, sampling)
+        seconds = time.perf_counter() - start
+        printer.print_all(outputs)
+    num_tokens = printer.num_tokens
+    print(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.0f} tokens/s)", file=sys.stderr)
     return 0
 
 
@@ -63,6 +72,8 @@ def _parser() -> ArgumentParser:
     add("--top-logprobs", type=int, metavar="N", default=0, help="also those of the N most likely tokens")
     add("--logprob-token-ids", type=id_list, metavar="IDS", default=(), help="also those of these ids, like 5,6,7")
     add("--prompt-logprobs-from", type=int, metavar="N", help="also those of the prompt from position N on")
+    stream_help = "print text as it is made; of several answers one after the other (where output is a terminal)"
+    add("--stream", action=argparse.BooleanOptionalAction, help=stream_help)
     add("--json", action="store_true", help="one JSON object an answer on standard output")
     return parser
 
@@ -176,19 +187,64 @@ def _plain_record(prompt: str, copy: int, one: GenerationOutput) -> dict[str, An
     }
 
 
-def _print_text(
-    texts: Sequence[str], outputs: Sequence[Sequence[GenerationOutput]], engine: Engine, *, with_tables: bool
-) -> None:
-    """The bare answer where there is one, else each under a heading; tables of tokens where asked for."""
-    alone = sum(map(len, outputs)) == 1
-    for i, (text, copies) in enumerate(zip(texts, outputs, strict=True), 1):
-        for copy, one in enumerate(copies, 1):
-            if not alone:
-                print(f"--- prompt {i}, answer {copy} of {len(copies)}: {_shortened(text)}")
-            print(one.text)
-            if with_tables:
-                print(_table(one, engine))
-            print(_ending(one, engine), file=sys.stderr if alone else sys.stdout)
+class _Printer:
+    """The bare answer where there is one, else each under a heading; tables of tokens where asked for.
+
+    Answers made side by side are shown one after the other: the first that is not complete live, others when
+    their turn comes.
+    """
+
+    def __init__(self, texts: Sequence[str], num_copies: int, engine: Engine, *, with_tables: bool) -> None:
+        self._texts = texts
+        self._num_copies = num_copies
+        self._engine = engine
+        self._with_tables = with_tables
+        self._alone = len(texts) * num_copies == 1
+        self._waiting: dict[tuple[int, int], list[OutputDelta]] = {}
+        self._order = [(prompt, copy) for prompt in range(len(texts)) for copy in range(num_copies)]
+        self._num_complete = 0
+        self._has_begun = False
+        self.num_tokens = 0
+
+    def print_all(self, outputs: Sequence[Sequence[GenerationOutput]]) -> None:
+        for prompt, copy in self._order:
+            one = outputs[prompt][copy]
+            self._print_heading(prompt, copy)
+            self._print_end(one, one.text)
+
+    def take(self, prompt: int, copy: int, delta: OutputDelta) -> None:
+        """Show a part of one answer as soon as all answers before it are complete."""
+        self._waiting.setdefault((prompt, copy), []).append(delta)
+        while self._num_complete < len(self._order):
+            place = self._order[self._num_complete]
+            if not self._print_part(place, self._waiting.pop(place, [])):
+                break
+
+    def _print_part(self, place: tuple[int, int], deltas: Sequence[OutputDelta]) -> bool:
+        """Whether this was the end of the answer."""
+        if deltas and not self._has_begun:
+            self._has_begun = True
+            self._print_heading(*place)
+        for delta in deltas:
+            if delta.output is not None:
+                self._print_end(delta.output, delta.text)
+                self._num_complete, self._has_begun = self._num_complete + 1, False
+                return True
+            print(delta.text, end="", flush=True)
+        return False
+
+    def _print_heading(self, prompt: int, copy: int) -> None:
+        if not self._alone:
+            heading = f"--- prompt {prompt + 1}, answer {copy + 1} of {self._num_copies}"
+            print(f"{heading}: {_shortened(self._texts[prompt])}")
+
+    def _print_end(self, one: GenerationOutput, rest: str) -> None:
+        """What is still to be shown of an answer: the rest of its text, its table, its facts."""
+        self.num_tokens += len(one.token_ids)
+        print(rest, flush=True)
+        if self._with_tables:
+            print(_table(one, self._engine))
+        print(_ending(one, self._engine), file=sys.stderr if self._alone else sys.stdout)
 
 
 def _ending(one: GenerationOutput, engine: Engine) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from unison.core.records import GenerationOutput, GenerationRequest, Sample
+from unison.core.records import GenerationOutput, GenerationRequest, OutputDelta, Sample
 
 
 @runtime_checkable
@@ -18,6 +18,15 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all: each answers with what it has sampled so far."""
+        ...
+
+
+@runtime_checkable
+class StreamingClient(EngineClient, Protocol):
+    """A client that also hands out an answer while it is being made."""
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        """Deltas until the request ends; the last one carries the whole output. Closing the iterator aborts it."""
         ...
 
 

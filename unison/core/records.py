@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
+from unison.core.errors import RequestError
 from unison.core.sampling import SamplingParams
 
 MAX_ABS_REWARD = 1e100
@@ -51,6 +52,17 @@ def extend_runs(runs: list[VersionRun], version: int, count: int) -> None:
         runs.append(VersionRun(version, count))
 
 
+def last_runs(runs: Sequence[VersionRun], count: int) -> list[VersionRun]:
+    """The runs of the last ``count`` tokens; no more than there are."""
+    found: list[VersionRun] = []
+    for run in reversed(runs):
+        if count <= 0:
+            break
+        found.append(VersionRun(run.version, min(run.count, count)))
+        count -= run.count
+    return found[::-1]
+
+
 def expand_runs(runs: Sequence[VersionRun]) -> list[int]:
     return [run.version for run in runs for _ in range(run.count)]
 
@@ -76,14 +88,32 @@ class TokenLogprob:
     logprob: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenRows:
+    """Hidden states of consecutive positions: row i belongs to position ``first_position`` + i.
+
+    A row is what the model made of the ids up to and with its position; it decided the token after it.
+    ``unison.engine.taps.hidden_tensor`` makes a tensor of them.
+    """
+
+    first_position: int
+    num_rows: int
+    size: int
+    """Values in a row: the model's hidden size."""
+    dtype: str
+    """The model's own: ``float32``, ``bfloat16``."""
+    data: bytes
+    """Row after row, in the machine's byte order."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerationOutput:
     """What one sample came to; complete at any finish reason, an abort included.
 
     token_ids, logprobs and the runs of weight_versions describe the tokens sampled by *this*
     request (resumed ``output_ids`` are not repeated). text is that of the whole answer, resumed
-    part included, without the end token. kv_versions covers prompt and output, as far as their keys
-    and values were written.
+    part included, without the end token; of an aborted one as far as further tokens cannot change
+    it. kv_versions covers prompt and output, as far as their keys and values were written.
     """
 
     request_id: str
@@ -107,6 +137,58 @@ class GenerationOutput:
     prompt_logprobs: list[float] = field(default_factory=list)
     """Log-probs of prompt tokens from position max(1, ``sampling.prompt_logprobs_from``) on; of an aborted
     request as far as they were computed."""
+    hidden_states: dict[str, HiddenRows] = field(default_factory=dict)
+    """For each of ``sampling.taps`` the rows from ``sampling.taps_from`` on, without it from the row that drew the
+    first of token_ids; up to the row that drew the last of them, and no less than the prompt's last with taps_from.
+    Of an aborted request as far as they were computed."""
+    held_text: str = ""
+    """Of an aborted answer: decoded text that its next tokens may yet change, so no part of ``text``: an incomplete
+    character, the beginning of a stop string. A resumed answer goes on from ``text`` alone."""
+    resumed_ids: tuple[int, ...] = ()
+    """The ``output_ids`` that the request brought along."""
+    priority: int = 0
+
+    def resume(self, request_id: str) -> GenerationRequest:
+        """The request that goes on where this aborted answer stopped, to the tokens it would have come to.
+
+        What was asked of the prompt is asked again. Raises RequestError for an answer that has its end.
+        """
+        if self.finish_reason != "abort":
+            raise RequestError(
+                f"request {self.request_id}: the answer has its end (finish_reason={self.finish_reason!r}); "
+                "only an aborted one is resumed"
+            )
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_ids=self.prompt_ids,
+            output_ids=(*self.resumed_ids, *self.token_ids),
+            sampling=replace(self.sampling, seed=self.seed),
+            priority=self.priority,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDelta:
+    """What one streamed request has come to since the delta before: one token, or several where nobody asked.
+
+    All deltas of a request joined are its ``GenerationOutput``, to the bit; a resumed one's text begins where
+    that of its ``output_ids`` ended. Text once given is never taken back.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    """Often empty: a character is given when whole, what may begin a stop string when it is none."""
+    weight_versions: list[VersionRun]
+    top_logprobs: list[list[TokenLogprob]]
+    token_id_logprobs: list[list[float]]
+    output: GenerationOutput | None = None
+    """The whole answer, with the last delta."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.output is None else self.output.finish_reason
 
 
 @dataclass(frozen=True, slots=True)

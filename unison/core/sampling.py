@@ -21,6 +21,7 @@ MAX_LISTED_IDS = 1 << 16
 """Ids in each of stop_token_ids, allowed_token_ids and forbidden_token_ids."""
 MAX_TOP_LOGPROBS = 64
 MAX_CHOSEN_LOGPROBS = 1024
+MAX_TAPS = 1024
 _MAX_TOKENS = 1 << 31
 
 
@@ -84,6 +85,11 @@ class SamplingParams:
     prompt_logprobs_from: int | None = None
     """Also return log-probs of the prompt's tokens from this position on (not of the first one, which nothing
     predicts). With max_new_tokens=0 that is all that is computed."""
+    taps: tuple[str, ...] = field(default=())
+    """Also return the hidden states of these names, ``layer.N`` (after layer N, from 0) and ``final`` (after the last
+    norm): the row of each position that drew an output token."""
+    taps_from: int | None = None
+    """Also return the rows of the prompt from this position on; with max_new_tokens=0 nothing else is computed."""
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
@@ -101,6 +107,7 @@ class SamplingParams:
         self._check_stops()
         self._check_lengths()
         self._check_logprobs()
+        self._check_taps()
 
     def _check_edits(self) -> None:
         check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=2.0)
@@ -153,6 +160,20 @@ class SamplingParams:
                     f"prompt_logprobs_from={self.prompt_logprobs_from} with logprobs='processed': prompt tokens are "
                     "drawn from no distribution; use 'raw' or 'scaled'"
                 )
+
+    def _check_taps(self) -> None:
+        check_sequence("taps", self.taps)
+        if len(self.taps) > MAX_TAPS:
+            raise RequestError(f"taps holds {len(self.taps)} names; at most {MAX_TAPS} are allowed")
+        for name in self.taps:
+            if not isinstance(name, str):
+                raise RequestError(f"taps contains {name!r}; each tap must be a name like 'layer.0' or 'final'")
+            if self.taps.count(name) > 1:
+                raise RequestError(f"taps contains {name!r} more than once")
+        if self.taps_from is not None:
+            check_int("taps_from", self.taps_from, low=0, high=_MAX_TOKENS)
+            if not self.taps:
+                raise RequestError(f"taps_from={self.taps_from} without taps; name the hidden states in taps")
 
     @property
     def filters(self) -> bool:

@@ -17,6 +17,7 @@ def check_request(
     context_tokens: int,
     has_tokenizer: bool,
     in_use: bool,
+    known_taps: Items[str],
 ) -> None:
     """Raise RequestError, naming request, field and value, for whatever the engine cannot serve.
 
@@ -38,10 +39,14 @@ def check_request(
     _check_length(name, len(request.prompt_ids), request.sampling.max_new_tokens, context_tokens)
     if request.sampling.stop and not has_tokenizer:
         raise RequestError(f"{name}: stop strings need a tokenizer; use stop_token_ids")
-    start = request.sampling.prompt_logprobs_from
-    if start is not None and start >= len(request.prompt_ids):
+    for field in ("prompt_logprobs_from", "taps_from"):
+        start = getattr(request.sampling, field)
+        if start is not None and start >= len(request.prompt_ids):
+            raise RequestError(f"{name}: {field}={start} is outside the prompt, [0, {len(request.prompt_ids) - 1}]")
+    unknown = [tap for tap in request.sampling.taps if tap not in known_taps]
+    if unknown:
         raise RequestError(
-            f"{name}: prompt_logprobs_from={start} is outside the prompt, [0, {len(request.prompt_ids) - 1}]"
+            f"{name}: taps holds {', '.join(map(repr, unknown))}; this model has {', '.join(known_taps)}"
         )
 
 

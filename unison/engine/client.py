@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
 
 from unison.core.errors import EngineStateError, NonFiniteLogitsError, RequestError
-from unison.core.records import GenerationOutput, GenerationRequest
+from unison.core.records import GenerationOutput, GenerationRequest, OutputDelta
 from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
+from unison.engine.streams import OutputStream
+
+
+class _OpenStream:
+    """Between the driver and one consumer: at most one delta lies here; more stays in the source until asked for."""
+
+    def __init__(self) -> None:
+        self.source: OutputStream | None = None
+        self.changed = asyncio.Event()
+        self._pending: OutputDelta | None = None
+
+    def offer(self) -> None:
+        """After a step: see whether there is something for a consumer that has taken all before."""
+        if self._pending is None and self.source is not None:
+            self._pending = self.source.take()
+            if self._pending is not None:
+                self.changed.set()
+
+    def take(self) -> OutputDelta | None:
+        pending, self._pending = self._pending, None
+        return pending
 
 
 class InProcessClient:
@@ -22,15 +44,25 @@ class InProcessClient:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
+        self._streams: dict[str, _OpenStream] = {}
         self._incoming: list[GenerationRequest] = []
         self._aborted: list[str] = []
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, prompt: str | Items[int], sampling: SamplingParams | None = None) -> list[GenerationOutput]:
-        """The ``sampling.n`` answers to one prompt (text or ids), drawn as ``Engine.generate`` draws them."""
+        """The ``sampling.n`` answers to one prompt (text or ids), drawn as ``Engine.generate`` draws them.
+
+        Where one of them fails the others are aborted.
+        """
         prompt_ids = self.engine.encode(prompt) if isinstance(prompt, str) else prompt
         (requests,) = self.engine.requests([prompt_ids], sampling or SamplingParams())
-        return await asyncio.gather(*(self.generate(request) for request in requests))
+        tasks = [asyncio.create_task(self.generate(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Sample until the request ends. Cancelling the coroutine aborts the request.
@@ -38,17 +70,50 @@ class InProcessClient:
         Raises RequestError where the request cannot be served, NonFiniteLogitsError where its logits
         broke, and whatever the engine failed with.
         """
+        future = self._submit(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.abort(request.request_id)
+            raise
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
+        """What ``generate`` returns, handed out while it is made; the last delta carries the whole output.
+
+        The request is queued when the first delta is asked for. A consumer that is slow gets several tokens in
+        one delta and holds nobody up. Cancelling or closing the iterator aborts the request; one that is dropped
+        mid-way is closed when it is garbage: ``contextlib.aclosing`` does it at once. Raises as ``generate`` does.
+        """
+        future = self._submit(request)
+        stream = self._streams[request.request_id] = _OpenStream()
+        future.add_done_callback(lambda _: stream.changed.set())
+        try:
+            while not future.done():
+                await stream.changed.wait()
+                stream.changed.clear()
+                if (delta := stream.take()) is not None:
+                    yield delta
+            if (delta := stream.take()) is not None:
+                yield delta
+            future.result()
+            # The request has ended, so no step is under way in what is read here.
+            if stream.source is not None and (delta := stream.source.take()) is not None:
+                yield delta
+        finally:
+            if not future.done():
+                future.cancel()
+                self.abort(request.request_id)
+            elif not future.cancelled():
+                future.exception()  # seen, though the consumer may have left before it was raised
+
+    def _submit(self, request: GenerationRequest) -> asyncio.Future[GenerationOutput]:
         if request.request_id in self._waiting:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request an id of its own")
         self._start_driver()
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._incoming.append(request)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.abort(request.request_id)
-            raise
+        return future
 
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all, at the next step; each answers with what it has. Unknown ids are ignored."""
@@ -79,6 +144,8 @@ class InProcessClient:
         for request in incoming:
             try:
                 self.engine.add_request(request)
+                if request.request_id in self._streams:
+                    self._streams[request.request_id].source = self.engine.watch(request.request_id)
             except Exception as error:  # the request's own error; it must not reach the others
                 self._settle(request.request_id, error)
         aborted, self._aborted = self._aborted, []
@@ -95,14 +162,17 @@ class InProcessClient:
         try:
             outputs = await asyncio.to_thread(self.engine.step)
         except NonFiniteLogitsError as error:
+            outputs = []
             for output in error.outputs:
                 self._settle(output.request_id, error)
-            return
+        for stream in self._streams.values():
+            stream.offer()
         for output in outputs:
             self._settle(output.request_id, output)
 
     def _settle(self, request_id: str, result: GenerationOutput | Exception) -> None:
         future = self._waiting.pop(request_id, None)
+        self._streams.pop(request_id, None)
         if future is None:
             raise EngineStateError(
                 f"the engine answered request {request_id!r}, which is not this client's; "
@@ -121,7 +191,7 @@ class InProcessClient:
         Their requests leave the engine too: nobody would take the answers.
         """
         waiting, self._waiting = self._waiting, {}
-        self._incoming, self._aborted = [], []
+        self._streams, self._incoming, self._aborted = {}, [], []
         self.engine.discard(list(waiting))
         told = (
             error if isinstance(error, Exception) else EngineStateError("the task that steps the engine was cancelled")

@@ -58,6 +58,19 @@ def take_prompt_logprobs(chunks: Items[Chunk], found: Mapping[int, list[float]],
             sequence.take_prompt_logprobs(logprobs)
 
 
+def end_scored(chunks: Items[Chunk], failures: Failures) -> None:
+    """End what waited for log-probs or hidden states of its prompt, and what has broken hidden states."""
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if sequence.finish_reason is not None:
+            continue
+        if sequence.taps is not None and sequence.taps.is_broken:
+            sequence.finish("abort")
+            failures.non_finite.append(sequence.request_id)
+        elif sequence.only_scores_prompt:
+            sequence.end_if_scored()
+
+
 def take_draws(sequences: Items[Sequence], logits: Tensor, version: int, failures: Failures) -> int:
     """Draw a token for each sequence that still wants one; how many were drawn. Row i of logits is sequences[i]'s."""
     drawing = [i for i, s in enumerate(sequences) if not s.only_scores_prompt and s.finish_reason is None]

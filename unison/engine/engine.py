@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Generator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,11 @@ from torch import Tensor
 from unison.config.names import did_you_mean
 from unison.config.schema import EngineConfig
 from unison.core.errors import CapacityError, ConfigError, EngineStateError, RequestError
-from unison.core.records import GenerationOutput, GenerationRequest
+from unison.core.records import GenerationOutput, GenerationRequest, OutputDelta
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed
 from unison.engine.admission import check_request, token_ids
-from unison.engine.drawing import Failures, take_draws, take_prompt_logprobs
+from unison.engine.drawing import Failures, end_scored, take_draws, take_prompt_logprobs
 from unison.engine.kv_pool import KvPool
 from unison.engine.logit_edits import make_edits
 from unison.engine.memory import automatic_kv_tokens
@@ -28,6 +29,8 @@ from unison.engine.runner import Runner
 from unison.engine.scheduler import Chunk, Scheduler
 from unison.engine.sequence import Sequence
 from unison.engine.stats import EngineStats
+from unison.engine.streams import OutputStream, stream_answers
+from unison.engine.tap_rows import make_tap_rows
 from unison.models.decoder import Decoder
 from unison.ops.padding import NumericsPath
 from unison.text.detokenize import IncrementalDetokenizer
@@ -113,6 +116,7 @@ class Engine:
                 context_tokens=self.context_length,
                 has_tokenizer=self.tokenizer is not None,
                 in_use=request.request_id in self._sequences,
+                known_taps=self.model.tap_names,
             )
             sequence = self._sequence(request)
             try:
@@ -120,6 +124,16 @@ class Engine:
             except CapacityError as error:
                 raise CapacityError(f"request {request.request_id}: {error}") from error
             self._sequences[request.request_id] = sequence
+
+    def watch(self, request_id: str) -> OutputStream:
+        """What a request comes to while it runs, for whoever steps the engine; ids that are not running are an error.
+
+        Take from it between steps, never during one. Requests that nobody watches cost nothing.
+        """
+        with self._lock:
+            if request_id not in self._sequences:
+                raise RequestError(f"request id {request_id!r} is not running")
+            return OutputStream(self._sequences[request_id])
 
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all; the next step answers each with what it has. Unknown ids are an error."""
@@ -157,6 +171,11 @@ class Engine:
             ended, self._ended = self._ended, []
             return ended
 
+    def put_back(self, outputs: Items[GenerationOutput]) -> None:
+        """Leave answers that a step handed to the wrong caller for the next step to hand out."""
+        with self._lock:
+            self._ended = [*outputs, *self._ended]
+
     def run(self) -> list[GenerationOutput]:
         """Step until nothing is left; outputs in the order in which they ended."""
         outputs: list[GenerationOutput] = []
@@ -189,6 +208,14 @@ class Engine:
                 self.discard([request.request_id for copies in requests for request in copies])
                 raise
         return [[outputs[request.request_id] for request in copies] for copies in requests]
+
+    def stream(
+        self, prompts: Items[str] | Items[Items[int]], sampling: SamplingParams | None = None
+    ) -> Generator[tuple[int, int, OutputDelta], None, None]:
+        """As ``generate``, handed out while it is made: (prompt, copy, delta), one delta a token; the last of each
+        answer carries its output. Closing the iterator ends what still runs. Errors are raised when it is read.
+        """
+        return stream_answers(self, prompts, sampling or SamplingParams())
 
     def requests(
         self, prompts: Items[str] | Items[Items[int]], sampling: SamplingParams
@@ -256,6 +283,7 @@ class Engine:
             edits=make_edits(
                 sampling, vocab_size=self.model.spec.vocab_size, prompt_ids=request.prompt_ids, end_ids=ends
             ),
+            taps=make_tap_rows(request, size=self.model.spec.hidden_size, dtype=str(self.model.dtype)),
         )
 
     def _compute(self) -> None:
@@ -284,6 +312,7 @@ class Engine:
                 self.scheduler.cache_tokens(chunk.sequence, version)
         failures = Failures()
         take_prompt_logprobs(chunks, prompt_logprobs, failures)
+        end_scored(chunks, failures)
         num_drawn = take_draws([chunk.sequence for chunk in sampling_chunks], logits, version, failures)
         self.stats.record(chunks, num_sampled=num_drawn, num_partial=len(chunks) - len(sampling_chunks))
         return failures

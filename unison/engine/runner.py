@@ -13,6 +13,7 @@ from torch import Tensor
 from unison.engine.kv_pool import KvPool
 from unison.engine.planner import Planner, spans_of
 from unison.engine.scheduler import Chunk
+from unison.engine.taps import keep_rows, wanted_taps
 from unison.models.decoder import Decoder
 from unison.ops.padding import NumericsPath
 from unison.ops.vocab import token_logprobs, vocabulary_logits
@@ -32,7 +33,10 @@ class Runner:
         spans = spans_of(chunks)
         plan = self._planner.take(spans)
         tokens, positions = _rows(chunks, plan.num_rows)
-        hidden = self.model(tokens, positions, plan, self._pool.layers)
+        taps = wanted_taps(chunks)
+        hidden = self.model(tokens, positions, plan, self._pool.layers, taps)
+        if taps is not None:
+            keep_rows(chunks, plan.segments, taps)
         last_rows = [end - 1 for chunk, (_, end) in zip(chunks, plan.segments, strict=True) if chunk.samples]
         logits = vocabulary_logits(
             hidden[torch.tensor(last_rows, dtype=torch.int64)], self.model.head_weight(), self._path

@@ -12,6 +12,7 @@ from unison.core.records import (
 )
 from unison.engine.logit_edits import LogitEdits
 from unison.engine.sampler import SamplerRow
+from unison.engine.tap_rows import TapRows
 from unison.engine.token_scores import RowScores
 from unison.text.detokenize import IncrementalDetokenizer
 from unison.text.stop import StopMatcher
@@ -34,8 +35,11 @@ class Sequence:
         end_ids: frozenset[int],
         detokenizer: IncrementalDetokenizer | None,
         edits: LogitEdits | None = None,
+        taps: TapRows | None = None,
     ) -> None:
         self.request = request
+        self.taps = taps
+        """Hidden states kept so far, where the request asks for any."""
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.end_ids = end_ids
@@ -62,20 +66,26 @@ class Sequence:
         """Log-probs of prompt tokens that the request asks for."""
         self.prompt_logprobs: list[float] = []
         self.only_scores_prompt = False
-        """Whether the answer is complete and only the log-probs of the prompt are still to come."""
-        self._top_logprobs: list[list[TokenLogprob]] = []
-        self._token_id_logprobs: list[list[float]] = []
+        """Whether the answer is complete and only what was asked of the prompt is still to come."""
+        self.top_logprobs: list[list[TokenLogprob]] = []
+        self.token_id_logprobs: list[list[float]] = []
         self._edits = edits
         self._least_output = max(request.sampling.min_new_tokens, len(request.sampling.forced_ids))
         """Output tokens before which nothing but the limit ends the answer."""
-        self._text: list[str] = []
+        self.text_pieces: list[str] = []
+        """The text that is certain, about a piece a token; a single one when the answer has ended."""
+        self._held_text = ""
+        self.answer: GenerationOutput | None = None
+        """The answer, once it has been made up."""
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.sampling.stop)
         if max_new_tokens == 0:
             self.finish("length")
         for token in request.output_ids:
             self._take(token)
-        if self.finish_reason is not None and self.num_prompt_logprobs > 0:
+        self.num_prior_pieces = len(self.text_pieces)
+        """Pieces of text that the resumed tokens had made certain."""
+        if self.finish_reason is not None and (self.num_prompt_logprobs > 0 or self._taps_the_prompt):
             self._score_prompt_first()
 
     @property
@@ -106,15 +116,28 @@ class Sequence:
 
     def take_prompt_logprobs(self, logprobs: list[float]) -> None:
         self.prompt_logprobs += logprobs
-        if self.only_scores_prompt and len(self.prompt_logprobs) == self.num_prompt_logprobs:
+
+    def end_if_scored(self) -> None:
+        """End the answer that waited only for what was asked of its prompt, if all of that has come."""
+        has_rows = not self._taps_the_prompt or self.num_tapped == len(self.token_ids)
+        if self.only_scores_prompt and has_rows and len(self.prompt_logprobs) == self.num_prompt_logprobs:
             self.finish(*self._ending)
+
+    @property
+    def num_tapped(self) -> int:
+        """The first position whose hidden states are asked for and not kept yet."""
+        return 0 if self.taps is None else self.taps.next_position
+
+    @property
+    def _taps_the_prompt(self) -> bool:
+        return self.request.sampling.taps_from is not None
 
     def usable_hits(self, count: int) -> int:
         """How many of ``count`` tokens that the prefix cache holds the sequence can take from it."""
+        # Log-probs and taps need hidden states, which the cache does not hold: from there on all is computed.
         if len(self.prompt_logprobs) < self.num_prompt_logprobs:
-            # Log-probs need hidden states, which the cache does not hold: from there on all is computed.
-            return min(count, self._first_scored + len(self.prompt_logprobs) - 1)
-        return count
+            count = min(count, self._first_scored + len(self.prompt_logprobs) - 1)
+        return count if self.taps is None else min(count, self.num_tapped)
 
     def take_from_cache(self, count: int, version: int) -> None:
         """The keys and values of the first ``count`` tokens came from the prefix cache."""
@@ -147,8 +170,8 @@ class Sequence:
         """Take one sampled token and decide whether it was the last."""
         self.logprobs.append(logprob)
         if scores is not None:
-            self._top_logprobs.append(scores.top)
-            self._token_id_logprobs.append(scores.chosen)
+            self.top_logprobs.append(scores.top)
+            self.token_id_logprobs.append(scores.chosen)
         extend_runs(self.weight_versions, version, 1)
         self._take(token)
 
@@ -159,7 +182,7 @@ class Sequence:
     def output(self) -> GenerationOutput:
         if self.finish_reason is None:
             raise ValueError(f"request {self.request_id} is not finished")
-        return GenerationOutput(
+        self.answer = GenerationOutput(
             request_id=self.request_id,
             prompt_ids=self.request.prompt_ids,
             token_ids=self.token_ids[self.num_prior :],
@@ -172,18 +195,26 @@ class Sequence:
             kv_versions=self.kv_versions,
             sampling=self.request.sampling,
             num_cached_tokens=self.num_cache_hits,
-            top_logprobs=self._top_logprobs if self.request.sampling.top_logprobs else [],
-            token_id_logprobs=self._token_id_logprobs if self.request.sampling.logprob_token_ids else [],
+            top_logprobs=self.top_logprobs if self.request.sampling.top_logprobs else [],
+            token_id_logprobs=self.token_id_logprobs if self.request.sampling.logprob_token_ids else [],
             prompt_logprobs=self.prompt_logprobs,
+            hidden_states=self.taps.states() if self.taps is not None else {},
+            held_text=self._held_text,
+            resumed_ids=self.request.output_ids,
+            priority=self.request.priority,
         )
+        return self.answer
 
     def _score_prompt_first(self) -> None:
-        """Put off the end of an answer that is complete from the start until the prompt has its log-probs."""
+        """Put off the end of an answer that is complete from the start until what was asked of the prompt is there."""
         assert self.finish_reason is not None
         self._ending = (self.finish_reason, self.matched_stop)
         self.finish_reason = self.matched_stop = None
         self.only_scores_prompt = True
-        del self.token_ids[len(self.request.prompt_ids) :]
+        if self.taps is not None and not self._taps_the_prompt:
+            self.taps.is_closed = True  # only rows that draw were asked for, and nothing is drawn any more
+        num_read = len(self.token_ids) - 1 if self._taps_the_prompt else 0
+        del self.token_ids[max(len(self.request.prompt_ids), num_read) :]
 
     @property
     def _may_end(self) -> bool:
@@ -210,17 +241,20 @@ class Sequence:
         if self._detokenizer is None:
             return None
         text, matched = self._stops.push(self._detokenizer.push(token), may_match=self._may_end)
-        self._text.append(text)
+        self.text_pieces.append(text)
         return matched
 
     def _final_text(self) -> str:
         if self._detokenizer is None:
             return ""
-        if not isinstance(self.matched_stop, str):
+        if self.finish_reason == "abort":
+            # What a resumed answer may yet make of these is not known, so they are no part of the text.
+            text, _ = self._stops.push(self._detokenizer.flush(), may_match=False)
+            self._held_text = text + self._stops.flush()
+        elif not isinstance(self.matched_stop, str):
             text, matched = self._stops.push(self._detokenizer.flush(), may_match=self._may_end)
-            self._text.append(text)
+            self.text_pieces.append(text)
             if matched is None:
-                self._text.append(self._stops.flush())
-        text = "".join(self._text)
-        self._text = [text]
-        return text
+                self.text_pieces.append(self._stops.flush())
+        self.text_pieces = ["".join(self.text_pieces)]
+        return self.text_pieces[0]

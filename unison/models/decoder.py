@@ -146,9 +146,14 @@ class Decoder(nn.Module):
         return x  # type: ignore[no-any-return]
 
     def _check_taps(self, taps: Taps) -> None:
-        known = {"final", *(f"layer.{i}" for i in range(len(self.layers)))}
-        if not taps.wanted <= known:
-            raise ValueError(f"no activation is called {', '.join(sorted(taps.wanted - known))}")
+        unknown = taps.wanted.difference(self.tap_names)
+        if unknown:
+            raise ValueError(f"no activation is called {', '.join(sorted(unknown))}")
+
+    @property
+    def tap_names(self) -> tuple[str, ...]:
+        """The activations that ``Taps`` can name, in the order in which they are computed."""
+        return (*(f"layer.{i}" for i in range(len(self.layers))), "final")
 
     def head_weight(self) -> Tensor:
         """[V, E] matrix of the vocabulary projection; the embedding itself where they are tied."""

@@ -104,7 +104,7 @@ def complete_sample(sample: Sample, output: GenerationOutput) -> None:
     """Take an engine's answer into the sample: ids, log-probs and versions as they are, text for people."""
     sample.append_sampled(output.token_ids, output.logprobs, expand_runs(output.weight_versions))
     sample.kv_versions = list(output.kv_versions)
-    sample.text = output.text
+    sample.text = output.text + output.held_text
     sample.status = STATUS_OF[output.finish_reason]
     sample.finish_reason = output.finish_reason
     sample.matched_stop = output.matched_stop

@@ -60,8 +60,8 @@ def circumstances(workload: Workload, page_size: int) -> list[Circumstance]:
         ),
         Circumstance(
             "retracted several times",
-            _with(short, prefix_cache=False, max_running=64),
-            _long_answers,
+            _with(short, prefix_cache=False, kv_tokens=4 * page_size),
+            lambda workload: _long_answers(workload, 150)[:6],
             all_at_once,
             lambda seen, _: seen.most_retractions > 1,
         ),
@@ -146,10 +146,10 @@ def _groups(workload: Workload) -> Requests:
     ]
 
 
-def _long_answers(workload: Workload) -> Requests:
+def _long_answers(workload: Workload, num_tokens: int = 70) -> Requests:
     """Short prompts whose answers grow over several pages together."""
     shorter = sorted(_plain(workload), key=lambda request: len(request.prompt_ids))[: len(workload.prompts) // 2]
-    return [replace(r, sampling=_change(r.sampling, max_new_tokens=70)) for r in shorter]
+    return [replace(r, sampling=_change(r.sampling, max_new_tokens=num_tokens)) for r in shorter]
 
 
 _SETTINGS: Sequence[dict[str, Any]] = (

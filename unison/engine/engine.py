@@ -72,7 +72,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool, self.cache)
         self.stats = EngineStats()
         self._planner = Planner(self.pool, path, model.dtype)
-        self._runner = Runner(model, self.pool, path, self._planner)
+        self._runner = Runner(model, self.pool, path)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""
@@ -294,9 +294,11 @@ class Engine:
         chunks = self.scheduler.schedule(self.weights.version)
         self.stats.num_retractions = self.scheduler.num_retractions
         if chunks:
+            plan = self._planner.take(chunks)
             if self.config.overlap:
                 self._planner.prepare(self.scheduler.running, chunks)
-            failures = self._process(chunks, *self._runner.run(chunks))
+            failures = self._process(chunks, *self._runner.run(chunks, plan))
+            self.stats.num_prepared_steps = self._planner.num_prepared
             self._collect()
             if failures:
                 raise failures.error(self.weights.version, self.discard(failures.request_ids))

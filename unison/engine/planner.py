@@ -35,10 +35,6 @@ class Span:
     count: int
 
 
-def spans_of(chunks: Items[Chunk]) -> tuple[Span, ...]:
-    return tuple(Span(tuple(chunk.sequence.pages), chunk.start, chunk.count) for chunk in chunks)
-
-
 class Planner:
     """Makes plans; ``prepare`` starts on the next one in a thread of its own."""
 
@@ -51,8 +47,9 @@ class Planner:
         self.num_prepared = 0
         """Plans that were taken as guessed."""
 
-    def take(self, spans: tuple[Span, ...]) -> AttentionPlan:
-        """The plan of these spans: the prepared one, or a new one. Spans of one token come first."""
+    def take(self, chunks: Items[Chunk]) -> AttentionPlan:
+        """The plan of these chunks, of which those of one token come first: the prepared one, or a new one."""
+        spans = tuple(self._span(chunk.sequence, chunk.start, chunk.count) for chunk in chunks)
         guess, self._guess = self._guess, None
         if guess is not None and guess[0] == spans:
             self.num_prepared += 1
@@ -67,12 +64,16 @@ class Planner:
         if len(chunks) != len(running) or not all(chunk.samples for chunk in chunks):
             return
         going_on = [s for s in running if s.num_output + 1 < s.max_new_tokens and s.finish_reason is None]
-        spans = tuple(Span(tuple(s.pages), len(s.token_ids), 1) for s in going_on)
+        spans = tuple(self._span(s, len(s.token_ids), 1) for s in going_on)
         if not spans or any(len(span.pages) * self._pool.page_size <= span.start for span in spans):
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="unison-planner")
         self._guess = spans, self._thread.submit(self.plan, spans)
+
+    def _span(self, sequence: Sequence, start: int, count: int) -> Span:
+        """With the pages that are read only: a sequence may own one more already."""
+        return Span(tuple(sequence.pages[: self._pool.pages_for(start + count)]), start, count)
 
     def plan(self, spans: Items[Span]) -> AttentionPlan:
         tables = [self._pool.blocks_of(span.pages) for span in spans]

@@ -1,4 +1,4 @@
-"""Runs one step's chunks through the model: packs rows, says where keys lie, returns logits to sample.
+"""Runs one step's chunks through the model: packs rows, returns logits to sample.
 
 Dims: T packed rows, B sequences of a group, Q queries, L keys.
 """
@@ -11,27 +11,24 @@ import torch
 from torch import Tensor
 
 from unison.engine.kv_pool import KvPool
-from unison.engine.planner import Planner, spans_of
 from unison.engine.scheduler import Chunk
 from unison.engine.taps import keep_rows, wanted_taps
 from unison.models.decoder import Decoder
 from unison.ops.padding import NumericsPath
+from unison.ops.plan import AttentionPlan
 from unison.ops.vocab import token_logprobs, vocabulary_logits
 
 
 class Runner:
-    def __init__(self, model: Decoder, pool: KvPool, path: NumericsPath, planner: Planner) -> None:
+    def __init__(self, model: Decoder, pool: KvPool, path: NumericsPath) -> None:
         self.model = model
         self._pool = pool
         self._path = path
-        self._planner = planner
 
     @torch.inference_mode()
-    def run(self, chunks: Items[Chunk]) -> tuple[Tensor, dict[int, list[float]]]:
+    def run(self, chunks: Items[Chunk], plan: AttentionPlan) -> tuple[Tensor, dict[int, list[float]]]:
         """Logits [N, V] of the last row of each chunk that samples, in the order of the chunks; and, by index
         of the chunk, the log-probs that the chunk's rows give to prompt tokens, where a request asks for them."""
-        spans = spans_of(chunks)
-        plan = self._planner.take(spans)
         tokens, positions = _rows(chunks, plan.num_rows)
         taps = wanted_taps(chunks)
         hidden = self.model(tokens, positions, plan, self._pool.layers, taps)

@@ -1,0 +1,86 @@
+"""Which tokens top-k, top-p and min-p leave of a row, and the first of a ranking. Dims: V vocabulary.
+
+Ids rank by weight, equal weights by lower id. What is left is always a beginning of that ranking, so
+a row is ranked only as far down as the last id left can lie.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unison.ops.vocab import BLOCK
+
+_LEAST = 2.0**-149
+"""The smallest positive float32: a bar that lets everything pass but 0."""
+_SLACK = 2.0**-50
+"""Relative error of a float64 sum, for each of its terms; four times what it can be."""
+
+
+def heaviest(weights_V: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+    """The top_k heaviest ids, of them the fewest that hold top_p, of those what is not lighter than min_p times
+    the heaviest: their weights and ids, heaviest first. At least one id; none of weight 0.
+
+    The id that crosses top_p is kept. top_p counts against the weight left by top_k (Holtzman et al.
+    2020 for top-p, Nguyen et al. 2024 for min-p). weights are finite float32, none negative, one positive.
+    """
+    if 0 < top_k < len(weights_V):
+        ordered, ids = _ranked(weights_V, bar_for(weights_V, top_k))
+        ordered, ids = ordered[:top_k], ids[:top_k]
+        if top_p < 1.0:
+            count = _crossing(ordered, top_p, ordered.double().cumsum(-1)[-1])
+            ordered, ids = ordered[:count], ids[:count]
+    elif top_p < 1.0:
+        ordered, ids = _nucleus(weights_V, top_p)
+    else:
+        # A little lower than needed: the bar is rounded to float32, the comparison below is not.
+        ordered, ids = _ranked(weights_V, 0.999 * min_p * float(weights_V.amax()))
+    if min_p > 0.0:
+        count = int((ordered.double() >= min_p * ordered[0].double()).sum())
+        ordered, ids = ordered[:count], ids[:count]
+    return ordered, ids
+
+
+def bar_for(values_V: Tensor, count: int) -> float:
+    """A value that at least ``count`` of the values reach, and not many more; count is at most V."""
+    whole_blocks = len(values_V) // BLOCK
+    if count > whole_blocks:
+        return float(torch.topk(values_V, count, sorted=True).values[-1])
+    maxima = values_V[: whole_blocks * BLOCK].view(whole_blocks, BLOCK).amax(-1)
+    return float(torch.topk(maxima, count, sorted=True).values[-1])
+
+
+def ids_from(values_V: Tensor, bar: float) -> Tensor:
+    """Ids of the float32 values that are not below the bar, ascending; int64."""
+    return torch.from_numpy(np.flatnonzero(values_V.numpy() >= np.float32(bar)))
+
+
+def _ranked(weights_V: Tensor, bar: float) -> tuple[Tensor, Tensor]:
+    """The weights from the bar up, but never 0, heaviest first, and their ids."""
+    ids = ids_from(weights_V, max(bar, _LEAST))
+    # The bits of positive floats rise with them; with the id below them no two keys are equal.
+    keys = (-weights_V[ids].view(torch.int32).long() << 32) | ids
+    ids = torch.from_numpy(np.sort(keys.numpy())) & 0xFFFFFFFF
+    return weights_V[ids], ids
+
+
+def _nucleus(weights_V: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Heaviest ids until they hold top_p of all weight, ranked."""
+    vocab = len(weights_V)
+    total = weights_V.double().sum()
+    # What lies below this weight comes to less than 1 - top_p of the total, however it is spread.
+    ordered, ids = _ranked(weights_V, (1.0 - top_p) * float(total) / vocab)
+    # By definition the total is summed in ranked order; only where rounding could matter that is done.
+    slack = vocab * _SLACK
+    count = _crossing(ordered, top_p, total * (1 - slack))
+    if count == len(ordered) or count != _crossing(ordered, top_p, total * (1 + slack)):
+        ordered, ids = _ranked(weights_V, 0.0)
+        count = _crossing(ordered, top_p, ordered.double().cumsum(-1)[-1])
+    return ordered[:count], ids[:count]
+
+
+def _crossing(ordered: Tensor, top_p: float, total: Tensor) -> int:
+    """How many of the heaviest it takes to hold top_p of the total; at least one."""
+    wide = ordered.double()
+    return max(1, int((wide.cumsum(-1) - wide < top_p * total).sum()))

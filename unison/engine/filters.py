@@ -14,6 +14,8 @@ from unison.ops.vocab import BLOCK
 
 _LEAST = 2.0**-149
 """The smallest positive float32: a bar that lets everything pass but 0."""
+_GROUP_SHIFT = 20
+"""Weights whose float32 bits agree down to here are counted together: eight groups to a factor of two."""
 _SLACK = 2.0**-50
 """Relative error of a float64 sum, for each of its terms; four times what it can be."""
 
@@ -29,7 +31,7 @@ def heaviest(weights_V: Tensor, top_k: int, top_p: float, min_p: float) -> tuple
         ordered, ids = _ranked(weights_V, bar_for(weights_V, top_k))
         ordered, ids = ordered[:top_k], ids[:top_k]
         if top_p < 1.0:
-            count = _crossing(ordered, top_p, ordered.double().cumsum(-1)[-1])
+            count = _crossing(ordered, top_p, float(ordered.double().cumsum(-1)[-1]))
             ordered, ids = ordered[:count], ids[:count]
     elif top_p < 1.0:
         ordered, ids = _nucleus(weights_V, top_p)
@@ -67,20 +69,31 @@ def _ranked(weights_V: Tensor, bar: float) -> tuple[Tensor, Tensor]:
 
 def _nucleus(weights_V: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Heaviest ids until they hold top_p of all weight, ranked."""
-    vocab = len(weights_V)
-    total = weights_V.double().sum()
-    # What lies below this weight comes to less than 1 - top_p of the total, however it is spread.
-    ordered, ids = _ranked(weights_V, (1.0 - top_p) * float(total) / vocab)
+    total = float(weights_V.double().sum())
     # By definition the total is summed in ranked order; only where rounding could matter that is done.
-    slack = vocab * _SLACK
-    count = _crossing(ordered, top_p, total * (1 - slack))
-    if count == len(ordered) or count != _crossing(ordered, top_p, total * (1 + slack)):
+    slack = len(weights_V) * _SLACK
+    ordered, ids = _ranked(weights_V, _nucleus_bar(weights_V, top_p, total * (1 + slack)))
+    counts = [_crossing(ordered, top_p, total * (1 + sign * slack)) for sign in (-1, 1)]
+    if counts[0] != counts[1] or counts[1] > len(ordered):
         ordered, ids = _ranked(weights_V, 0.0)
-        count = _crossing(ordered, top_p, ordered.double().cumsum(-1)[-1])
-    return ordered[:count], ids[:count]
+        counts = [_crossing(ordered, top_p, float(ordered.double().cumsum(-1)[-1]))]
+    return ordered[: counts[0]], ids[: counts[0]]
 
 
-def _crossing(ordered: Tensor, top_p: float, total: Tensor) -> int:
-    """How many of the heaviest it takes to hold top_p of the total; at least one."""
-    wide = ordered.double()
-    return max(1, int((wide.cumsum(-1) - wide < top_p * total).sum()))
+def _nucleus_bar(weights_V: Tensor, top_p: float, total: float) -> float:
+    """A weight from which up lies as much as top_p of the total, and not much more."""
+    # What lies below this weight comes to less than 1 - top_p of the total, however it is spread.
+    weights = weights_V[ids_from(weights_V, max((1.0 - top_p) * total / len(weights_V), _LEAST))].numpy()
+    groups = weights.view(np.int32) >> _GROUP_SHIFT
+    downwards = np.bincount(groups, weights)[::-1].cumsum()
+    group = len(downwards) - 1 - min(int(np.searchsorted(downwards, top_p * total)), len(downwards) - 1)
+    return float(np.int32(group << _GROUP_SHIFT).view(np.float32))
+
+
+def _crossing(ordered: Tensor, top_p: float, total: float) -> int:
+    """How many of the heaviest it takes to hold top_p of the total, at least one; one more than there are if they
+    do not."""
+    running = ordered.double().cumsum(-1)
+    if float(running[-1]) < top_p * total:
+        return len(ordered) + 1
+    return max(1, int((running - ordered.double() < top_p * total).sum()))

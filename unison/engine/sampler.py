@@ -120,7 +120,9 @@ def _drawn_from(scaled: Distribution, rows: Items[SamplerRow]) -> _Patched:
 
 def _raw(scaled: Distribution, rows: Items[SamplerRow]) -> _Patched:
     """The distributions at temperature 1 of the rows that ask for them; those scaled by nothing are there already."""
-    patched = [i for i, row in enumerate(rows) if row.sampling.logprobs == "raw" and row.sampling.temperature not in (0, 1)]
+    patched = [
+        i for i, row in enumerate(rows) if row.sampling.logprobs == "raw" and row.sampling.temperature not in (0, 1)
+    ]
     if not patched:
         return _Patched(scaled)
     logits = scaled.logits if len(patched) == len(rows) else scaled.logits[torch.tensor(patched)]

@@ -71,16 +71,18 @@ class Distribution:
         return cls(logits_NV, temperature_N, row_stats(logits_NV, temperature_N))
 
     def cut_by(self, settings: dict[int, SamplingParams]) -> Distribution:
-        """The same with the filters of some rows applied; temperature 0 leaves the likeliest id, the lowest of equals."""
+        """The same with the filters of some rows applied; temperature 0 leaves the likeliest id, the lowest of
+        equals. Rows whose total is not finite stay as they are."""
         if not settings:
             return self
         old = self.stats
         sums, cut = old.block_sums.clone(), Cut.nothing(*self.logits.shape)
-        greedy = torch.tensor([i for i, chosen in settings.items() if chosen.temperature == 0], dtype=torch.int64)
+        finite = old.total.isfinite().tolist()
+        rows = [i for i, chosen in settings.items() if chosen.temperature == 0 and finite[i]]
+        greedy = torch.tensor(rows, dtype=torch.int64)
         best = self._likeliest(greedy)
         sums[greedy] = torch.zeros(len(greedy), sums.shape[1]).scatter_(1, best // BLOCK, 1.0)
         cut.only[greedy] = best
-        finite = old.total.isfinite().tolist()
         left = torch.zeros(1, self.logits.shape[1])
         for i, chosen in settings.items():
             if chosen.temperature > 0 and finite[i]:
@@ -162,16 +164,20 @@ def inverse_cdf(weights_at: Callable[[Tensor], Tensor], sums_NC: Tensor, noise_N
     block = _first_above(running, target, sums_NC)
     before = torch.where(block > 0, running.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0], 0.0)
     columns = block[:, None] * BLOCK + torch.arange(BLOCK)[None]
-    inside = weights_at(columns.clamp_max(vocab - 1)).double().masked_fill(columns >= vocab, 0.0)
+    if vocab % BLOCK:
+        inside = weights_at(columns.clamp_max(vocab - 1)).double().masked_fill(columns >= vocab, 0.0)
+    else:
+        inside = weights_at(columns).double()
     return block * BLOCK + _first_above(inside.cumsum(-1), target - before, inside)
 
 
 def _first_above(running: Tensor, target_N: Tensor, steps: Tensor) -> Tensor:
     """First column whose running sum exceeds the target; else, by rounding, the last with a positive step."""
-    column = (running <= target_N[:, None]).sum(-1)
-    columns = torch.arange(steps.shape[1])
-    last_positive = torch.where(steps > 0, columns, 0).amax(-1)
-    return torch.minimum(column, last_positive)
+    column = torch.searchsorted(running, target_N[:, None], right=True)[:, 0]
+    if bool((column == steps.shape[1]).any()):
+        last_positive = torch.where(steps > 0, torch.arange(steps.shape[1]), 0).amax(-1)
+        column = torch.minimum(column, last_positive)
+    return column
 
 
 def top_ids(logits_V: Tensor, count: int) -> list[int]:

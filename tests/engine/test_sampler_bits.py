@@ -38,7 +38,9 @@ def sort_and_cut(weights: Tensor, top_k: int, top_p: float, min_p: float) -> Ten
 
 
 def sums_by_blocks(weights: Tensor) -> Tensor:
-    return torch.stack([torch.nn.functional.pad(part, (0, 512 - len(part))).sum() for part in weights.split(512)])
+    return torch.stack(
+        [torch.nn.functional.pad(part, (0, 512 - len(part))).sum() for part in torch.split(weights, 512)]
+    )
 
 
 def softmax_parts(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

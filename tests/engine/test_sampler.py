@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from tests.engine.support import sample
 from unison.core.sampling import LOGPROB_KINDS, LogprobKind, SamplingParams
-from unison.engine.sampler import NO_TOKEN, SamplerRow, filter_weights, inverse_cdf
+from unison.engine.filters import heaviest
+from unison.engine.sampler import NO_TOKEN, SamplerRow
+from unison.engine.token_scores import inverse_cdf
 from unison.ops.vocab import block_sums
 
 VOCAB_SIZES = [1, 2, 511, 512, 513, 49152]
@@ -31,6 +33,12 @@ def row(seed: int = 1, position: int = 0, **settings: Any) -> SamplerRow:
 def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     excess = logits - logits.max()
     return excess - np.log(np.exp(excess).sum())  # type: ignore[no-any-return]
+
+
+def drawn_by(weights_NV: torch.Tensor, noise_N: torch.Tensor) -> list[int]:
+    """Inverse CDF over weights that lie there whole."""
+    vocab = weights_NV.shape[1]
+    return inverse_cdf(lambda ids_NK: weights_NV.gather(1, ids_NK), block_sums(weights_NV), noise_N, vocab).tolist()
 
 
 def draw(logits: list[float], count: int = 400, **settings: Any) -> set[int]:
@@ -129,8 +137,8 @@ def test_the_ends_of_the_unit_interval_draw_an_id_with_weight(noise: float) -> N
     for places in ([0], [511], [512], [1299], [5, 600], [1023, 1024]):
         weights = torch.zeros(1, 1300)
         weights[0, places] = torch.tensor([1e-30, 1.0][: len(places)])
-        found = inverse_cdf(weights, block_sums(weights), torch.tensor([noise], dtype=torch.float64))
-        assert found.item() in places
+        (found,) = drawn_by(weights, torch.tensor([noise], dtype=torch.float64))
+        assert found in places
 
 
 def test_rounding_never_carries_a_draw_past_the_last_id_with_weight() -> None:
@@ -139,25 +147,24 @@ def test_rounding_never_carries_a_draw_past_the_last_id_with_weight() -> None:
     weights[:, 650:] = 0.0
     weights[100:, 500:] = 0.0
     noise = torch.full((200,), 1 - 2.0**-53, dtype=torch.float64)
-    found = inverse_cdf(weights, block_sums(weights), noise)
-    assert found.tolist() == [649] * 100 + [499] * 100
+    assert drawn_by(weights, noise) == [649] * 100 + [499] * 100
 
 
 def test_the_first_id_whose_running_weight_exceeds_the_noise_is_drawn() -> None:
     weights = torch.tensor([[1.0, 2.0, 0.0, 1.0]])
     noise = [0.01, 0.24, 0.25, 0.26, 0.74, 0.75, 0.99]
     rows = weights.expand(len(noise), -1)
-    found = inverse_cdf(rows, block_sums(rows), torch.tensor(noise, dtype=torch.float64))
-    assert found.tolist() == [0, 0, 1, 1, 1, 3, 3]
+    assert drawn_by(rows, torch.tensor(noise, dtype=torch.float64)) == [0, 0, 1, 1, 1, 3, 3]
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
-        (-1, 1.0, [0, 1, 2, 3, 4]),
+        (4, 1.0, [0, 1, 2, 3]),
         (1, 1.0, [1]),
         (3, 1.0, [0, 1, 2]),  # of the three that tie for second place the two with lower ids
-        (99, 1.0, [0, 1, 2, 3, 4]),
+        (99, 1.0, [0, 1, 2, 3]),  # what weighs nothing is never kept
+        (-1, 0.999999, [0, 1, 2, 3]),
         (-1, 0.4, [1]),  # holds 0.4 exactly
         (-1, 0.41, [0, 1]),
         (-1, 1e-9, [1]),
@@ -167,9 +174,9 @@ def test_the_first_id_whose_running_weight_exceeds_the_noise_is_drawn() -> None:
 )
 def test_filters_keep_the_heaviest_ids(top_k: int, top_p: float, kept: list[int]) -> None:
     weights = torch.tensor([2.0, 4.0, 2.0, 2.0, 0.0])
-    expected = torch.zeros(5)
-    expected[kept] = weights[kept]
-    assert filter_weights(weights, top_k, top_p).equal(expected)
+    found, ids = heaviest(weights, top_k, top_p, 0.0)
+    assert sorted(ids.tolist()) == kept
+    assert found.equal(weights[kept].sort(descending=True).values)
 
 
 def test_a_row_that_has_no_distribution_yields_no_token_and_spoils_no_other() -> None:

@@ -15,8 +15,10 @@ from tests.engine import sampling_oracle as oracle
 from tests.engine.support import sample
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed, derive_seed
+from unison.engine.filters import heaviest
 from unison.engine.logit_edits import LogitEdits, make_edits
-from unison.engine.sampler import SamplerRow, filter_weights, inverse_cdf
+from unison.engine.sampler import SamplerRow
+from unison.engine.token_scores import inverse_cdf
 from unison.ops.philox import uniforms
 from unison.ops.vocab import block_sums, row_stats, scaled_logits
 
@@ -69,12 +71,13 @@ def draws(
     row = torch.tensor(logits, dtype=torch.float32)
     edits = edits_of(settings, len(row))
     scaled = scaled_logits((row if edits is None else edits.apply(row))[None], torch.tensor([settings.temperature]))
-    weights = row_stats(scaled).weights
+    weights = (scaled - row_stats(scaled).maximum).exp()
     if settings.filters:
-        weights = filter_weights(weights[0], settings.top_k, settings.top_p, settings.min_p)[None]
+        kept, ids = heaviest(weights[0], settings.top_k, settings.top_p, settings.min_p)
+        weights = torch.zeros_like(weights).index_put_((torch.zeros_like(ids), ids), kept)
     noise = torch.from_numpy(uniforms(seeds, positions))
     parts = [
-        inverse_cdf(weights.expand(len(u), -1), block_sums(weights).expand(len(u), -1), u)
+        inverse_cdf(lambda ids: weights[0][ids], block_sums(weights).expand(len(u), -1), u, len(row))
         for u in torch.split(noise, 500)
     ]
     return torch.cat(parts).numpy()

@@ -12,7 +12,7 @@ from unison.ops import basic
 from unison.ops.attention import attention
 from unison.ops.padding import EXACT
 from unison.ops.plan import packed_plan
-from unison.ops.vocab import block_sums, row_stats, token_logprobs
+from unison.ops.vocab import row_stats, token_logprobs
 
 THREADS = (1, 2, 3, 5, 7)
 NUM_ROWS = 24
@@ -64,7 +64,7 @@ def test_statistics_log_probs_and_entropy_of_a_row(vocab: int) -> None:
         stats = row_stats(logits[rows])
         hidden, temperature = torch.nn.functional.pad(rows[:, None].float(), (0, 7)), torch.full((len(rows),), 0.7)
         logprobs, entropy = token_logprobs(hidden, logits[:8].t().contiguous(), ids[rows], temperature, path=EXACT)
-        columns = [block_sums(stats.weights).double(), stats.total[:, None], logprobs[:, None], entropy[:, None]]
+        columns = [stats.block_sums.double(), stats.total[:, None], logprobs[:, None], entropy[:, None]]
         return torch.cat(columns, dim=1)
 
     torch.set_num_threads(1)

@@ -18,7 +18,6 @@ from unison.core.sampling import SamplingParams
 from unison.engine.logit_edits import LogitEdits
 from unison.engine.token_scores import Distribution, RowScores
 from unison.ops.philox import uniforms
-from unison.ops.vocab import BLOCK, RowStats, block_sums, row_stats, scaled_logits
 
 SAMPLER_NAME = "inverse-cdf/philox4x32-10/block512"
 NO_TOKEN = -1
@@ -61,131 +60,90 @@ def sample(logits_NV: Tensor, rows: Items[SamplerRow]) -> Draws:
     whose masks leave nothing above -inf: NONE_ALLOWED and NaN.
     """
     temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
-    scaled = Distribution.of(scaled_logits(logits_NV, temperature))
-    drawn, barred = _drawn_from(scaled, logits_NV, temperature, rows)
-    noise = torch.from_numpy(uniforms([row.seed for row in rows], [row.position for row in rows]))
-    ids = inverse_cdf(drawn.stats.weights, drawn.stats.block_sums, noise)
+    scaled = _Patched(Distribution.of(logits_NV, temperature))
+    drawn = _drawn_from(scaled.base, rows)
+    ids = drawn.draw(torch.from_numpy(uniforms([row.seed for row in rows], [row.position for row in rows])))
     for i, row in enumerate(rows):
         if row.forced is not None:
             ids[i] = row.forced
-    logprobs, scores = _logprobs(logits_NV, scaled, drawn, ids, rows)
-    broken = ~scaled.stats.total.isfinite()
-    if barred:
-        index = torch.tensor(barred)
-        ids[index], logprobs[index] = NONE_ALLOWED, torch.nan
+    logprobs, scores = _logprobs(scaled, drawn, ids, rows)
+    if drawn.patch is not None:
+        barred = drawn.index[~drawn.patch.stats.total.isfinite()]
+        ids[barred], logprobs[barred] = NONE_ALLOWED, torch.nan
+    broken = ~scaled.base.stats.total.isfinite()
     return Draws(ids.masked_fill(broken, NO_TOKEN).tolist(), logprobs.masked_fill(broken, torch.nan).tolist(), scores)
 
 
-def inverse_cdf(weights_NV: Tensor, sums_NC: Tensor, noise_N: Tensor) -> Tensor:
-    """First id of each row whose running weight exceeds noise * total -> int64 [N].
+@dataclass(slots=True)
+class _Patched:
+    """A distribution of each row, some of them others than the base's: row patched[k] has row k of the patch."""
 
-    weights are non-negative with a positive total, sums their ``block_sums``, noise float64 in (0, 1).
-    """
-    running = sums_NC.double().cumsum(-1)
-    target = noise_N * running[:, -1]
-    block = _first_above(running, target, sums_NC)
-    before = torch.where(block > 0, running.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0], 0.0)
-    columns = block[:, None] * BLOCK + torch.arange(BLOCK)[None]
-    inside = weights_NV.gather(1, columns.clamp_max(weights_NV.shape[1] - 1)).double()
-    inside = inside.masked_fill(columns >= weights_NV.shape[1], 0.0)
-    return block * BLOCK + _first_above(inside.cumsum(-1), target - before, inside)
+    base: Distribution
+    patch: Distribution | None = None
+    patched: Items[int] = ()
 
+    @property
+    def index(self) -> Tensor:
+        return torch.tensor(self.patched, dtype=torch.int64)
 
-def _first_above(running: Tensor, target_N: Tensor, steps: Tensor) -> Tensor:
-    """First column whose running sum exceeds the target; else, by rounding, the last with a positive step."""
-    column = (running <= target_N[:, None]).sum(-1)
-    columns = torch.arange(steps.shape[1])
-    last_positive = torch.where(steps > 0, columns, 0).amax(-1)
-    return torch.minimum(column, last_positive)
+    def draw(self, noise_N: Tensor) -> Tensor:
+        ids = self.base.draw(noise_N)
+        if self.patch is not None:
+            ids[self.index] = self.patch.draw(noise_N[self.index])
+        return ids
 
+    def logprobs(self, ids_N: Tensor) -> Tensor:
+        values = self.base.logprobs(ids_N)
+        if self.patch is not None:
+            values[self.index] = self.patch.logprobs(ids_N[self.index])
+        return values
 
-def _drawn_from(
-    scaled: Distribution, logits: Tensor, temperature: Tensor, rows: Items[SamplerRow]
-) -> tuple[Distribution, list[int]]:
-    """The distributions drawn from, and the rows whose masks leave none; rows nothing is changed of as they are."""
-    edited = [i for i, row in enumerate(rows) if row.edits is not None]
-    cut = [i for i, row in enumerate(rows) if row.sampling.temperature == 0 or row.sampling.filters]
-    if not edited and not cut:
-        return scaled, []
-    old = scaled.stats
-    stats = RowStats(old.weights.clone(), old.block_sums.clone(), old.total.clone(), old.maximum.clone())
-    drawn = Distribution(scaled.logits.clone() if edited else scaled.logits, stats, cut)
-    barred: list[int] = []
-    if edited:
-        barred = _edit(drawn, logits, temperature, edited, rows)
-    for i in cut:
-        _cut(drawn, i, rows[i].sampling)
-    if cut:
-        index = torch.tensor(cut)
-        stats.block_sums[index] = sums = block_sums(stats.weights[index])
-        stats.total[index] = sums.double().cumsum(-1)[:, -1]
-    return drawn, barred
+    def row_scores(self, row: int, settings: SamplingParams) -> RowScores:
+        wanted = settings.top_logprobs, settings.logprob_token_ids
+        if self.patch is not None and row in self.patched:
+            return self.patch.row_scores(self.patched.index(row), *wanted)
+        return self.base.row_scores(row, *wanted)
 
 
-def _edit(
-    drawn: Distribution, logits: Tensor, temperature: Tensor, edited: list[int], rows: Items[SamplerRow]
-) -> list[int]:
-    """Put the changed logits of some rows in place; the rows in which nothing is left."""
-    changed = torch.stack([edits.apply(logits[i]) for i in edited if (edits := rows[i].edits) is not None])
-    index = torch.tensor(edited)
-    changed = scaled_logits(changed, temperature[index])
-    stats = row_stats(changed)
-    drawn.logits[index] = changed
-    drawn.stats.weights[index] = stats.weights
-    drawn.stats.block_sums[index] = stats.block_sums
-    drawn.stats.total[index] = stats.total
-    drawn.stats.maximum[index] = stats.maximum
-    return [i for i, finite in zip(edited, stats.total.isfinite().tolist(), strict=True) if not finite]
+def _drawn_from(scaled: Distribution, rows: Items[SamplerRow]) -> _Patched:
+    """The distributions drawn from: the scaled ones where nothing is changed about them."""
+    cut = {i: row.sampling for i, row in enumerate(rows) if row.sampling.temperature == 0 or row.sampling.filters}
+    edits = {i: row.edits for i, row in enumerate(rows) if row.edits is not None}
+    base = scaled.cut_by({i: settings for i, settings in cut.items() if i not in edits})
+    if not edits:
+        return _Patched(base)
+    patched = list(edits)
+    changed = torch.stack([one.apply(scaled.logits[i]) for i, one in edits.items()])
+    patch = Distribution.of(changed, scaled.temperature[torch.tensor(patched)])
+    return _Patched(base, patch.cut_by({k: cut[i] for k, i in enumerate(patched) if i in cut}), patched)
 
 
-def _cut(drawn: Distribution, i: int, settings: SamplingParams) -> None:
-    """Take the weight off what the settings leave out of row i."""
-    weights = drawn.stats.weights
-    if settings.temperature == 0:
-        # argmax: the lowest of equal ids. With all the weight on it, any noise draws it.
-        best = drawn.logits[i].argmax()
-        weights[i] = 0.0
-        weights[i, best] = 1.0
-    else:
-        weights[i] = filter_weights(weights[i], settings.top_k, settings.top_p, settings.min_p)
-
-
-def filter_weights(weights_V: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
-    """Zero all but the top_k heaviest ids, then all but the smallest set of them that holds top_p, then
-    what is lighter than min_p times the heaviest.
-
-    The id that crosses top_p is kept; equal weights rank by lower id. top_p counts against the
-    weight left by top_k (Holtzman et al. 2020 for top-p, Nguyen et al. 2024 for min-p).
-    """
-    ordered, ids = torch.sort(weights_V, descending=True, stable=True)
-    if 0 < top_k < len(ordered):
-        ordered, ids = ordered[:top_k], ids[:top_k]
-    if top_p < 1.0:
-        running = ordered.double().cumsum(-1)
-        keep = running - ordered.double() < top_p * running[-1]
-        keep[0] = True
-        ordered, ids = ordered[keep], ids[keep]
-    if min_p > 0.0:
-        keep = ordered.double() >= min_p * ordered[0].double()
-        ordered, ids = ordered[keep], ids[keep]
-    return torch.zeros_like(weights_V).scatter_(0, ids, ordered)
+def _raw(scaled: Distribution, rows: Items[SamplerRow]) -> _Patched:
+    """The distributions at temperature 1 of the rows that ask for them; those scaled by nothing are there already."""
+    patched = [
+        i for i, row in enumerate(rows) if row.sampling.logprobs == "raw" and row.sampling.temperature not in (0, 1)
+    ]
+    if not patched:
+        return _Patched(scaled)
+    logits = scaled.logits if len(patched) == len(rows) else scaled.logits[torch.tensor(patched)]
+    return _Patched(scaled, Distribution.of(logits, torch.ones(len(patched))), patched)
 
 
 def _logprobs(
-    logits: Tensor, scaled: Distribution, drawn: Distribution, ids: Tensor, rows: Items[SamplerRow]
+    scaled: _Patched, drawn: _Patched, ids: Tensor, rows: Items[SamplerRow]
 ) -> tuple[Tensor, dict[int, RowScores]]:
     """Log-probs of ids, each of the kind its row asks for, and further ones where a row wants them."""
     kinds = [row.sampling.logprobs for row in rows]
     known = {"scaled": scaled, "processed": drawn}
     if "raw" in kinds:
-        known["raw"] = Distribution.of(logits.float())
+        known["raw"] = _raw(scaled.base, rows)
     logprobs = scaled.logprobs(ids)
     for kind in ("raw", "processed"):
         if kind in kinds:
             wanted = torch.tensor([other == kind for other in kinds])
             logprobs = torch.where(wanted, known[kind].logprobs(ids), logprobs)
     scores = {
-        i: known[kinds[i]].row_scores(i, row.sampling.top_logprobs, row.sampling.logprob_token_ids)
+        i: known[kinds[i]].row_scores(i, row.sampling)
         for i, row in enumerate(rows)
         if row.sampling.top_logprobs or row.sampling.logprob_token_ids
     }

@@ -10,9 +10,8 @@ RUN_DIR ?= runs/sums-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# Idle OpenMP threads sleep instead of spinning on the cores that others wait for.
-export OMP_WAIT_POLICY := PASSIVE
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Idle OpenMP threads of tests sleep instead of spinning on the cores that others wait for; unison sees to its own.
+TEST_ENV := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: install help quickstart model test test-all lint format clean
 

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ class Measured:
     units: int
     peak_bytes: int
     detail: dict[str, Any]
+
+
+WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 class Meter:
@@ -46,23 +49,35 @@ def emit(measured: Measured) -> None:
     print("RESULT " + json.dumps(measured.__dict__))
 
 
-def run_child(script: str, arguments: Sequence[str]) -> Measured:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
+def run_child(script: str, arguments: Sequence[str], python: str = sys.executable) -> Measured:
+    # The wait policy of `unison`, for everybody: see unison/cli/env.py.
+    environment = {**WAIT_POLICY, **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([python, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"{script} {' '.join(arguments)} failed with code {done.returncode}")
     return Measured(**json.loads(lines[-1].removeprefix("RESULT ")))
 
 
-def compare(script: str, variants: Sequence[str], arguments: Sequence[str], rounds: int, unit: str) -> None:
-    """Run all variants ``rounds`` times, round robin; print a table with ratios to the last variant."""
+def compare(
+    script: str,
+    variants: Sequence[str],
+    arguments: Sequence[str],
+    rounds: int,
+    unit: str,
+    pythons: Mapping[str, str] | None = None,
+) -> None:
+    """Run all variants ``rounds`` times, round robin; print a table with ratios to the last variant.
+
+    ``pythons``: interpreters of the variants that need another one than this.
+    """
+    own = pythons or {}
     runs: dict[str, list[Measured]] = {variant: [] for variant in variants}
     for _ in range(rounds):
         for variant in variants:
-            runs[variant].append(run_child(script, [*arguments, "--variant", variant]))
+            runs[variant].append(
+                run_child(script, [*arguments, "--variant", variant], own.get(variant, sys.executable))
+            )
     baseline = statistics.median(run.units / run.wall_s for run in runs[variants[-1]])
     print(f"{'variant':<24} {unit + '/s':>12} {'min..max':>16} {unit + '/CPU-s':>12} {'peak GB':>8} {'ratio':>6}")
     for variant, measured in runs.items():

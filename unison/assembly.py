@@ -141,6 +141,7 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
         n=rollout.samples_per_prompt,
         stop=tuple(rollout.stop),
         stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
         logprobs="scaled",
     )
 

@@ -96,13 +96,15 @@ def test_the_exit_code_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 1
 
 
-def test_idle_threads_sleep_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_threads_soon_sleep_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     prepare_environment()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE" and os.environ["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     prepare_environment()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in os.environ
 
 
 def command(*words: str, **kwargs: object) -> subprocess.CompletedProcess[str]:

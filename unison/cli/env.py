@@ -6,9 +6,12 @@ import os
 
 
 def prepare_environment() -> None:
-    """Let idle OpenMP threads sleep instead of spinning, unless the user has decided otherwise.
+    """Let idle OpenMP threads spin for a moment, then sleep, unless the user has decided otherwise.
 
-    Spinning threads of two processes that share the cores slow each other down many times over.
+    Threads of two processes that share the cores and spin for long slow each other down many times over; threads
+    that sleep at once make each of the many small operators of a decode step wait for them to wake.
     torch reads this once, when it is loaded.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")

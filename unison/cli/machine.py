@@ -113,7 +113,8 @@ def disk_finding(name: str, path: Path, fix: str) -> Finding:
 def check_wait_policy() -> Iterator[Finding]:
     policy = os.environ.get("OMP_WAIT_POLICY", "")
     if policy.upper() == "PASSIVE":
-        yield Finding("ok", "OpenMP", "OMP_WAIT_POLICY=PASSIVE: idle threads sleep")
+        spin = f", GOMP_SPINCOUNT={os.environ['GOMP_SPINCOUNT']}" if "GOMP_SPINCOUNT" in os.environ else ""
+        yield Finding("ok", "OpenMP", f"OMP_WAIT_POLICY=PASSIVE{spin}: idle threads soon sleep")
     else:
         yield Finding(
             "warn",

@@ -86,6 +86,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     stop_token_ids: Annotated[
         list[int], Meta(description="Token ids that end a response, beside the model's own.")
     ] = []
+    ignore_eos: Annotated[
+        bool, Meta(description="Sample on past the model's end tokens, so that every response has max_new_tokens.")
+    ] = False
     allow_filtered_sampling: Annotated[
         bool,
         Meta(description="Allow top_p, top_k or temperature 0 in training, which the trainer does not replay."),

@@ -19,6 +19,7 @@ CPU_FLAGS: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16",
 VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
     "MKL_NUM_THREADS",
     "MKL_CBWR",
     "ONEDNN_MAX_CPU_ISA",

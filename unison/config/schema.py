@@ -114,6 +114,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     prefix_cache: Annotated[
         bool, Meta(description="Keep keys and values of finished requests for later ones that begin alike.")
     ] = True
+    prepack_linears: Annotated[
+        bool,
+        Meta(
+            description="Hold a second copy of the weight matrices in their kernel's layout (bfloat16 only): decoding "
+            "is faster by a third, for the model's size in memory once more."
+        ),
+    ] = True
     poison_freed_pages: Annotated[
         bool, Meta(description="Debugging: fill freed pages with NaN, so that a stale read shows.")
     ] = False

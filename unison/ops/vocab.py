@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.ops.basic import linear
+from unison.ops.packed import Weight
 from unison.ops.padding import NumericsPath
 
 BLOCK = 512
@@ -62,7 +63,7 @@ def scaled_logits(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return logits_NV.float() / divisor[:, None]
 
 
-def vocabulary_logits(hidden_NE: Tensor, head_VE: Tensor, path: NumericsPath) -> Tensor:
+def vocabulary_logits(hidden_NE: Tensor, head_VE: Weight, path: NumericsPath) -> Tensor:
     """Logits of the given rows in the head's dtype; rows are padded by the path and cut again."""
     num_rows = hidden_NE.shape[0]
     padding = path.pad_rows(num_rows) - num_rows
@@ -77,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        head: Tensor,
+        head: Weight,
         ids: Tensor,
         temperature: Tensor,
         chunk: int,
@@ -115,7 +116,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def token_logprobs(
     hidden_NE: Tensor,
-    head_VE: Tensor,
+    head_VE: Weight,
     ids_N: Tensor,
     temperature_N: Tensor,
     *,

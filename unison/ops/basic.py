@@ -59,9 +59,10 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad = _wide(grads[0])
         normed = _wide(x) * scale
-        grad_weight = (grad * normed).flatten(0, -1 - weight.ndim).sum(0)
+        product = grad * normed
+        grad_weight = product.flatten(0, -1 - weight.ndim).sum(0)
         grad_normed = grad * weight
-        correction = (grad_normed * normed).mean(-1, keepdim=True)
+        correction = torch.mul(grad_normed, normed, out=product).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(correction)).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
@@ -104,7 +105,8 @@ class _SiluMul(torch.autograd.Function):
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(grads[0], _silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        torch.mul(grads[0], up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate_up
 
 

@@ -12,6 +12,7 @@ trl, datasets and transformers; without it only ours runs. TRL takes a model fol
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import resource
@@ -164,7 +165,7 @@ def run_trl(options: argparse.Namespace, folder: Path) -> Measured:
     )
     started = time.process_time()
     trainer.train()
-    return measured([after - before for before, after in zip(ends, ends[1:], strict=False)], started)
+    return measured([after - before for before, after in itertools.pairwise(ends)], started)
 
 
 if __name__ == "__main__":

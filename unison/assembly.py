@@ -83,8 +83,8 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     notes += [f"skipped: {line}" for line in bad_rows]
     _check_context(config, spec, longest_prompt, eval_tasks)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
-    notes += choice.notes
     engine = _engine(config, folder, choice, tokenizer)
+    notes += [*choice.notes, *engine.notes]
     return Parts(
         config=config,
         model_folder=folder,

@@ -222,4 +222,4 @@ def test_a_rope_row_does_not_depend_on_what_was_asked_before() -> None:
     for part in (0, 1):
         assert torch.equal(far[part][0], near[3][part][0])
         assert torch.equal(far[part][1], near[0][part][0])
-    assert far_first.rows(torch.empty(0, dtype=torch.int64))[0].shape == (0, 16)
+    assert far_first.rows(torch.empty(0, dtype=torch.int64))[0].shape == (0, 1, 32)

@@ -10,7 +10,7 @@ import torch
 from unison.core.errors import NumericsError
 from unison.models import numerics
 from unison.models.families.llama import read_spec
-from unison.models.numerics import choose_numerics, has_fast_bfloat16, shapes_of
+from unison.models.numerics import choose_numerics, choose_packing, has_fast_bfloat16, shapes_of
 from unison.models.tiny_random import CONFIG
 from unison.ops.padding import EXACT, FAST
 from unison.ops.selftest import SelfTestResult, Shapes, run_selftest
@@ -124,3 +124,14 @@ def test_the_shapes_are_those_of_the_layers() -> None:
     spec = read_spec({**CONFIG, "attention_bias": True, "head_dim": 20})
     linears = ((64, 160, True), (80, 64, True), (64, 256, False), (128, 64, False))
     assert shapes_of(spec) == Shapes(linears, 4, 2, 20, 64, 128, 259)
+
+
+@pytest.mark.parametrize("failures", [(), ("linear 64x192: 8 of 8 rows differ (1 threads)",)])
+def test_weights_are_packed_where_the_proof_holds(monkeypatch: pytest.MonkeyPatch, failures: tuple[str, ...]) -> None:
+    monkeypatch.setattr(numerics, "can_pack", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(numerics, "packing_failures", lambda shapes: failures if shapes == shapes_of(SPEC) else None)
+    pack, notes = choose_packing(SPEC, torch.bfloat16)
+    assert pack is not bool(failures)
+    assert len(notes) == len(failures)
+    assert all(failure in note for failure, note in zip(failures, notes, strict=True))
+    assert choose_packing(SPEC, torch.float32) == (False, ())

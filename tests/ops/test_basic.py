@@ -70,10 +70,8 @@ def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_rope(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     cos, sin = angles(shape[0], shape[2] // 2)
     kept = torch.promote_types(dtype, torch.float32)
-    own_cos, own_sin = cos.to(kept), sin.to(kept)
-    assert_agrees(
-        lambda x: basic.rope(x, own_cos, own_sin), lambda x: reference.rope(x, cos, sin), [normal(*shape)], dtype
-    )
+    factors = basic.rope_factors(cos.to(kept), sin.to(kept))
+    assert_agrees(lambda x: basic.rope(x, *factors), lambda x: reference.rope(x, cos, sin), [normal(*shape)], dtype)
 
 
 @ALL_DTYPES
@@ -98,23 +96,59 @@ def test_embedding() -> None:
 
 
 def test_gradients_pass_a_finite_difference_check() -> None:
-    cos, sin = angles(3, 2)
+    factors = basic.rope_factors(*angles(3, 2))
     x = normal(3, 2, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: basic.rope(x, cos, sin), x)
+    assert torch.autograd.gradcheck(lambda x: basic.rope(x, *factors), x)
     assert torch.autograd.gradcheck(basic.silu_mul, normal(3, 8).requires_grad_())
     weight = normal(4, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: basic.rms_norm(x, w, EPSILON), (x, weight))
+    assert torch.autograd.gradcheck(
+        lambda x, w: basic.rms_norm(x, w, EPSILON), (x, normal(2, 4, seed=2).requires_grad_())
+    )
+
+
+@ALL_DTYPES
+def test_a_norm_with_weights_for_each_head_is_that_of_the_heads_one_by_one(dtype: torch.dtype) -> None:
+    x, weights = normal(7, 3, 8), normal(3, 8, seed=1)
+    assert_agrees(
+        lambda x, w: basic.rms_norm(x, w, EPSILON),
+        lambda x, w: torch.stack([reference.rms_norm(x[:, i], w[i], EPSILON) for i in range(3)], dim=1),
+        [x, weights],
+        dtype,
+    )
+    x, weights = x.to(dtype), weights.to(dtype)
+    apart = torch.stack([basic.rms_norm(x[:, i], weights[i], EPSILON) for i in range(3)], dim=1)
+    assert torch.equal(basic.rms_norm(x, weights, EPSILON), apart)
+
+
+@ALL_DTYPES
+def test_values_are_the_same_with_and_without_gradients(dtype: torch.dtype) -> None:
+    x, weight = normal(40, 4, 16).to(dtype), normal(16).to(dtype)
+    factors = basic.rope_factors(*(part.to(basic.wide_dtype(dtype)) for part in angles(40, 8)))
+    operators: list[Callable[[Tensor], Tensor]] = [
+        lambda x: basic.rms_norm(x, weight, EPSILON),
+        lambda x: basic.rope(x, *factors),
+        lambda x: basic.silu_mul(x.flatten(1)),
+    ]
+    for operator in operators:
+        taped = operator(x.clone().requires_grad_())
+        assert taped.grad_fn is not None
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(operator(x), taped)
 
 
 def test_operators_leave_their_inputs_alone() -> None:
-    cos, sin = (part.float() for part in angles(4, 4))
+    factors = basic.rope_factors(*(part.float() for part in angles(4, 4)))
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = normal(4, 2, 8).to(dtype), normal(8).to(dtype)
         before = x.clone()
-        basic.rms_norm(x, weight, EPSILON)
-        basic.silu_mul(x)
-        basic.rope(x, cos, sin)
-        assert torch.equal(x, before)
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                basic.rms_norm(x, weight, EPSILON)
+                basic.silu_mul(x)
+                basic.rope(x, *factors)
+            assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,7 +172,7 @@ def test_a_row_of_zeros_has_a_norm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
     x, weight = normal(40, 64).to(dtype), normal(64).to(dtype)
-    cos, sin = (part.float() for part in angles(40, 8))
+    cos, sin = basic.rope_factors(*(part.float() for part in angles(40, 8)))
     whole = (
         basic.rms_norm(x, weight, EPSILON),
         basic.silu_mul(x),
@@ -156,7 +190,7 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 
 def test_rope_turns_and_never_stretches() -> None:
     x = normal(50, 2, 16)
-    cos, sin = angles(50, 8)
+    cos, sin = basic.rope_factors(*angles(50, 8))
     out = basic.rope(x, cos, sin)
     assert torch.equal(out[0], x[0]), "position 0 is not turned"
     torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1))

@@ -51,8 +51,8 @@ def test_rope(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(head_dim)
     rows = torch.randn(NUM_ROWS, heads, head_dim, generator=generator).to(dtype)
     angle = torch.randn(1, head_dim // 2, generator=generator)
-    cos, sin = angle.cos(), angle.sin()
-    assert_rows_are_their_own(lambda x: basic.rope(x, cos.expand(len(x), -1), sin.expand(len(x), -1)), rows)
+    cos, sin = basic.rope_factors(angle.cos(), angle.sin())
+    assert_rows_are_their_own(lambda x: basic.rope(x, cos.expand(len(x), -1, -1), sin.expand(len(x), -1, -1)), rows)
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 511, 1000, 32001, 50257])

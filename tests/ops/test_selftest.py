@@ -12,8 +12,9 @@ from torch import Tensor
 
 from unison.ops import attention as attention_ops
 from unison.ops import basic, selftest
+from unison.ops.packed import PackedWeight, can_pack
 from unison.ops.padding import EXACT, FAST, NumericsPath
-from unison.ops.selftest import Shapes, run_selftest
+from unison.ops.selftest import Shapes, packing_failures, run_selftest
 from unison.ops.vocab import RowStats, row_stats
 
 SMALL = Shapes(
@@ -31,9 +32,12 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Verdicts on operators that a test broke must not be remembered."""
-    selftest._run.cache_clear()
+    caches = (selftest._run, selftest._packing_failures)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    selftest._run.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @BOTH_DTYPES
@@ -145,6 +149,35 @@ def test_the_verdict_is_that_of_the_present_thread_count(monkeypatch: pytest.Mon
     assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
     assert run_selftest("float32", SMALL).passed, "remembered from before"
+
+
+needs_packing = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="no kernel for packed weights here")
+
+
+@needs_packing
+@pytest.mark.parametrize("shapes", [Shapes(), SMALL], ids=["SmolLM2", "small"])
+def test_packed_weights_are_proven(shapes: Shapes) -> None:
+    assert packing_failures(shapes) == ()
+    assert packing_failures(shapes) is packing_failures(shapes), "remembered"
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("rows", "outputs", "complaint"),
+    [(8, 256, "linear 64x256: 8 of 8 rows"), (264, 64, "linear 128x64: "), (40, 515, "logits: 40 of 40 rows")],
+)
+def test_packed_weights_that_differ_are_named(
+    monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, complaint: str
+) -> None:
+    original = PackedWeight.linear
+
+    def broken(self: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = original(self, x, bias)
+        return out * 1.0078125 if out.shape == (rows, outputs) else out
+
+    monkeypatch.setattr(PackedWeight, "linear", broken)
+    found = packing_failures(SMALL)
+    assert found and all(failure.startswith(complaint) for failure in found), found
 
 
 def test_the_run_leaves_no_trace() -> None:

@@ -280,3 +280,40 @@ def test_updates_in_place_use_the_memory_of_the_model(model: Decoder) -> None:
     before = [parameter.data_ptr() for parameter in model.parameters()]
     push_weights(store, changed(copied(model)), 1)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+class Copy:
+    """Something derived from the weights: the last norm, as it was when the copy was made."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.made = 0
+        self.norm: Tensor | None = None
+        self.remake()
+
+    def forget(self) -> None:
+        self.norm = None
+
+    def remake(self) -> None:
+        self.made += 1
+        self.norm = self.model.norm.weight.detach().clone()
+
+
+@BOTH_STAGINGS
+def test_what_is_derived_from_the_weights_never_outlives_them(model: Decoder, staging: Staging) -> None:
+    copy = Copy(model)
+    store = WeightStore(model, staging=staging, derived=copy)
+    old = copied(model)
+    transaction = store.begin(1)
+    with pytest.raises(WeightUpdateError, match="no place"):
+        transaction.stage("foreign", old[NORM])
+    assert copy.norm is not None, "nothing was written"
+    stage_all(transaction, without(changed(old), NORM))
+    with pytest.raises(WeightUpdateError, match="never written"):
+        transaction.commit()
+    transaction.abort()
+    assert (copy.norm is None) is (staging == "in_place")
+    assert copy.made == 1
+    push_weights(store, changed(old, 3.0), 2)
+    assert copy.made == 2
+    assert copy.norm is not None and torch.equal(copy.norm, changed(old, 3.0)[NORM])

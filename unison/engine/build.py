@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from unison.config.schema import EngineConfig
 from unison.engine.end_tokens import end_token_ids
@@ -18,10 +19,16 @@ def build_engine(model: str, *, dtype: str, numerics: str, config: EngineConfig)
     """The engine behind ``Engine.from_pretrained``; automatic choices are printed to stderr."""
     folder = resolve_model(model)
     choice = choose_numerics(read_spec(read_config(folder)), dtype, numerics)
-    for note in choice.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _print_notes(choice.notes)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     end_ids = end_token_ids(folder, tokenizer.eos_token_id if tokenizer is not None else None)
-    return Engine(
+    engine = Engine(
         load_model(folder, choice.dtype), path=choice.path, config=config, tokenizer=tokenizer, end_ids=end_ids
     )
+    _print_notes(engine.notes)
+    return engine
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

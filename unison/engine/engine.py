@@ -32,6 +32,8 @@ from unison.engine.stats import EngineStats
 from unison.engine.streams import OutputStream, stream_answers
 from unison.engine.tap_rows import make_tap_rows
 from unison.models.decoder import Decoder
+from unison.models.numerics import choose_packing
+from unison.models.rollout_decoder import RolloutDecoder
 from unison.ops.padding import NumericsPath
 from unison.text.detokenize import IncrementalDetokenizer
 from unison.weights.transaction import Commit, WeightStore, WeightTransaction
@@ -63,7 +65,10 @@ class Engine:
         self.path = path
         self.tokenizer = tokenizer
         self.end_ids = end_ids
-        self.weights = WeightStore(model, version, staging)
+        pack, self.notes = choose_packing(model.spec, model.dtype) if self.config.prepack_linears else (False, ())
+        """Whole sentences for people: what the engine has to do without."""
+        rollout_model = RolloutDecoder(self.model, pack)
+        self.weights = WeightStore(model, version, staging, rollout_model)
         num_tokens = self.config.kv_tokens or automatic_kv_tokens(model.spec, model.dtype, self.config.max_running)
         self.pool = KvPool(
             model.spec, num_tokens, self.config.page_size, model.dtype, poison_freed=self.config.poison_freed_pages
@@ -72,7 +77,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool, self.cache)
         self.stats = EngineStats()
         self._planner = Planner(self.pool, path, model.dtype)
-        self._runner = Runner(model, self.pool, path)
+        self._runner = Runner(rollout_model, self.pool, path)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""

@@ -7,7 +7,7 @@ the separate matrices, so ``unison.models.names`` maps them to Hugging Face name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from unison.models.spec import DecoderSpec
 from unison.ops import attention as attention_ops
 from unison.ops import basic as ops
 from unison.ops.attention import LayerCache
+from unison.ops.packed import PackedWeight, Weight
 from unison.ops.plan import AttentionPlan
 
 
@@ -42,8 +43,8 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_out, num_in, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_out, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def bound(self, pack: bool) -> BoundLinear:
+        return BoundLinear(PackedWeight(self.weight) if pack else self.weight, self.bias)
 
 
 class RmsNorm(nn.Module):
@@ -59,21 +60,11 @@ class RmsNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
         super().__init__()
-        self.spec = spec
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, spec.qkv_bias, dtype)
         self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.output_bias, dtype)
         self.q_norm = RmsNorm(spec.head_dim, spec.norm_epsilon, dtype) if spec.qk_norm else None
         self.k_norm = RmsNorm(spec.head_dim, spec.norm_epsilon, dtype) if spec.qk_norm else None
-
-    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: LayerCache | None) -> Tensor:
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        qkv = self.qkv(x_TE).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])], dim=1)
-        qk = ops.rope(qk, cos, sin)
-        return self.out(attention_ops.attention(qk[:, :heads], qk[:, heads:], v, plan, cache))  # type: ignore[no-any-return]
 
 
 class Mlp(nn.Module):
@@ -82,21 +73,84 @@ class Mlp(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias, dtype)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype)
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(x_TE)))  # type: ignore[no-any-return]
+
+@dataclass(frozen=True, slots=True)
+class BoundLinear:
+    weight: Weight
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    """What one layer computes, over the tensors it computes with: the same for training and rollout.
+
+    head_norm [H + K, D]: the weights of the query and key norms, one row per head.
+    """
+
+    spec: DecoderSpec
+    attention_norm: Tensor
+    qkv: BoundLinear
+    head_norm: Tensor | None
+    out: BoundLinear
+    mlp_norm: Tensor
+    gate_up: BoundLinear
+    down: BoundLinear
+
+    def __call__(
+        self, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, plan: AttentionPlan, cache: LayerCache | None
+    ) -> Tensor:
+        spec = self.spec
+        heads, kv_heads, epsilon = spec.num_heads, spec.num_kv_heads, spec.norm_epsilon
+        qkv = self.qkv(ops.rms_norm(x_TE, self.attention_norm, epsilon))
+        qk, v = qkv.view(-1, heads + 2 * kv_heads, spec.head_dim).split_with_sizes((heads + kv_heads, kv_heads), 1)
+        if self.head_norm is not None:
+            qk = ops.rms_norm(qk, self.head_norm, epsilon)
+        q, k = ops.rope(qk, cos_T1D, sin_T1D).split_with_sizes((heads, kv_heads), 1)
+        x_TE = x_TE + self.out(attention_ops.attention(q, k, v, plan, cache))
+        return x_TE + self.down(ops.silu_mul(self.gate_up(ops.rms_norm(x_TE, self.mlp_norm, epsilon))))
 
 
 class Layer(nn.Module):
+    """Holds the weights of a layer under their names; ``bound`` is what computes."""
+
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
         super().__init__()
+        self.spec = spec
         self.attention_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
         self.attention = Attention(spec, dtype)
         self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
         self.mlp = Mlp(spec, dtype)
 
-    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: LayerCache | None) -> Tensor:
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos, sin, plan, cache)
-        return x_TE + self.mlp(self.mlp_norm(x_TE))  # type: ignore[no-any-return]
+    def forward(
+        self, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, plan: AttentionPlan, cache: LayerCache | None
+    ) -> Tensor:
+        return self.bound()(x_TE, cos_T1D, sin_T1D, plan, cache)
+
+    def bound(self, pack: bool = False) -> BoundLayer:
+        """The layer over its present weights; with ``pack``, over packed copies of its matrices."""
+        attention, mlp = self.attention, self.mlp
+        return BoundLayer(
+            self.spec,
+            self.attention_norm.weight,
+            attention.qkv.bound(pack),
+            self._head_norm(),
+            attention.out.bound(pack),
+            self.mlp_norm.weight,
+            mlp.gate_up.bound(pack),
+            mlp.down.bound(pack),
+        )
+
+    def _head_norm(self) -> Tensor | None:
+        q_norm, k_norm = self.attention.q_norm, self.attention.k_norm
+        if q_norm is None or k_norm is None:
+            return None
+        # Wide, so that the gradients of the heads are added before they are rounded.
+        q_weight, k_weight = (norm.weight.to(ops.wide_dtype(norm.weight.dtype)) for norm in (q_norm, k_norm))
+        counts = (self.spec.num_heads, self.spec.num_kv_heads)
+        return torch.cat([w.expand(n, -1) for w, n in zip((q_weight, k_weight), counts, strict=True)])
 
 
 class Decoder(nn.Module):
@@ -136,7 +190,7 @@ class Decoder(nn.Module):
             self._check_taps(taps)
         x = ops.embedding(tokens_T, self.embed) if tokens_T is not None else embeddings_TE
         cos, sin = self._rope.rows(positions_AT[0])
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._bound_layers()):
             x = layer(x, cos, sin, plan, None if state is None else state[i])
             if taps is not None:
                 taps.offer(f"layer.{i}", x)
@@ -144,6 +198,10 @@ class Decoder(nn.Module):
         if taps is not None:
             taps.offer("final", x)
         return x  # type: ignore[no-any-return]
+
+    def _bound_layers(self) -> Iterable[Callable[..., Tensor]]:
+        """The layers in order; each maps (x, cos, sin, plan, cache) to x."""
+        return self.layers
 
     def _check_taps(self, taps: Taps) -> None:
         unknown = taps.wanted.difference(self.tap_names)
@@ -155,6 +213,6 @@ class Decoder(nn.Module):
         """The activations that ``Taps`` can name, in the order in which they are computed."""
         return (*(f"layer.{i}" for i in range(len(self.layers))), "final")
 
-    def head_weight(self) -> Tensor:
+    def head_weight(self) -> Weight:
         """[V, E] matrix of the vocabulary projection; the embedding itself where they are tied."""
         return self.embed if self.head is None else self.head

@@ -10,8 +10,9 @@ import torch
 from unison.config.names import did_you_mean, join_or
 from unison.core.errors import NumericsError
 from unison.models.spec import DecoderSpec
+from unison.ops.packed import can_pack
 from unison.ops.padding import EXACT, FAST, PATHS, NumericsPath
-from unison.ops.selftest import DTYPES, SelfTestResult, Shapes, run_selftest
+from unison.ops.selftest import DTYPES, SelfTestResult, Shapes, packing_failures, run_selftest
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,24 @@ def choose_numerics(spec: DecoderSpec, dtype: str, numerics: str) -> NumericsCho
         "Rollout and training will differ slightly; the difference is measured each step."
     )
     return NumericsChoice(DTYPES[candidates[0]], FAST, tuple(notes))
+
+
+def choose_packing(spec: DecoderSpec, dtype: torch.dtype) -> tuple[bool, tuple[str, ...]]:
+    """Whether this model's matrices are to be packed for rollout, and notes for people.
+
+    Packed where the kernel exists for ``dtype`` and the self-test finds no bit of difference; the note names
+    what it found where it does.
+    """
+    if not can_pack(dtype):
+        return False, ()
+    failures = packing_failures(shapes_of(spec))
+    if not failures:
+        return True, ()
+    note = (
+        f"prepack_linears has no effect: packed weights differ from plain ones here ({failures[0]}). "
+        "Rollout goes on without them, slower and with the same bits as training."
+    )
+    return False, (note,)
 
 
 def _check_name(setting: str, value: str, known: Sequence[str]) -> None:

@@ -11,33 +11,34 @@ import torch
 from torch import Tensor
 
 from unison.models.spec import RopeSpec
+from unison.ops.basic import rope_factors
 
 _GROWTH = 1024
 
 
 class RopeTable:
-    """cos and sin [positions, D/2] in float32, grown in fixed blocks as positions are asked for."""
+    """Factors of ``ops.rope`` for each position in float32, grown in fixed blocks as positions are asked for."""
 
     def __init__(self, spec: RopeSpec, head_dim: int) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim)
-        half = head_dim // 2
-        self._cos = torch.empty(0, half)
-        self._sin = torch.empty(0, half)
+        self._cos = torch.empty(0, 1, head_dim)
+        self._sin = torch.empty(0, 1, head_dim)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D/2] of the given positions."""
+        """cos and sin [T, 1, D] of the given positions, as ``ops.rope`` takes them."""
         needed = int(positions_T.max()) + 1 if positions_T.numel() else 0
         while self._cos.shape[0] < needed:
             self._grow()
-        return self._cos[positions_T], self._sin[positions_T]
+        return self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
 
     def _grow(self) -> None:
         start = self._cos.shape[0]
         positions = torch.arange(start, start + _GROWTH, dtype=torch.float32)
         # Angles in float32 as published models were trained; cos and sin in float64, rounded once.
         angles = (positions[:, None] * self._frequencies[None]).double()
-        self._cos = torch.cat([self._cos, angles.cos().float()])
-        self._sin = torch.cat([self._sin, angles.sin().float()])
+        cos, sin = rope_factors(angles.cos().float(), angles.sin().float())
+        self._cos = torch.cat([self._cos, cos])
+        self._sin = torch.cat([self._sin, sin])
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:

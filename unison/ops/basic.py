@@ -13,9 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unison.ops.packed import PackedWeight, Weight
 
-def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+_WIDE = (torch.float32, torch.float64)
+
+
+def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in the dtype of x. Exact when T is padded by the numerics path."""
+    if isinstance(weight_NK, PackedWeight):
+        return weight_NK.linear(x_TK, bias_N)
     return F.linear(x_TK, weight_NK, bias_N)
 
 
@@ -23,34 +29,52 @@ def embedding(tokens_T: Tensor, weight_VE: Tensor) -> Tensor:
     return F.embedding(tokens_T, weight_VE)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms and rotations of ``dtype`` are computed."""
+    return dtype if dtype in _WIDE else torch.float32
+
+
 def _wide(x: Tensor) -> Tensor:
     """x in float32 at least; x itself where it already is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in _WIDE else x.float()
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The normed rows, and 1 / rms of each in float32."""
+    wide = _wide(x)
+    scale = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    normed = wide.mul_(scale) if wide is not x else wide * scale
+    return normed.mul_(weight).to(x.dtype), scale
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        out, scale = _normed(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return (wide.mul_(scale) if wide is not x else wide * scale).mul_(_wide(weight)).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         grad = _wide(grads[0])
         normed = _wide(x) * scale
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad_normed = grad * _wide(weight)
-        correction = (grad_normed * normed).mean(-1, keepdim=True)
-        grad_x = (grad_normed - normed * correction) * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -1 - weight.ndim).sum(0)
+        grad_normed = grad * weight
+        correction = torch.mul(grad_normed, normed, out=product).mean(-1, keepdim=True)
+        grad_x = grad_normed.sub_(normed.mul_(correction)).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) * weight over the last dim; in float32, cast once at the end (Zhang & Sennrich 2019)."""
-    return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
+    """x / rms(x) * weight over the last dim; in float32, cast once at the end (Zhang & Sennrich 2019).
+
+    weight covers the last dim of x, or its last two: then each head has its own.
+    """
+    if torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
+    return _normed(x, weight, epsilon)[0]
 
 
 def _silu(gate: Tensor) -> Tensor:
@@ -63,12 +87,16 @@ def _silu(gate: Tensor) -> Tensor:
     return torch.div(gate, divisor, out=divisor)
 
 
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _silu(gate).mul_(up)
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return _silu(gate).mul_(up)
+        return _gated(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -77,37 +105,48 @@ class _SiluMul(torch.autograd.Function):
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(grads[0], _silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        torch.mul(grads[0], up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate_up
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up -> [T, F], each of the two steps rounded to the input's dtype (Shazeer 2020)."""
-    return _SiluMul.apply(gate_up_T2F)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled():
+        return _SiluMul.apply(gate_up_T2F)  # type: ignore[no-any-return, no-untyped-call]
+    return _gated(gate_up_T2F)
 
 
-def _rotate(x_TND: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> Tensor:
-    first, second = _wide(x_TND).chunk(2, dim=-1)
-    cos, sin = cos_TD2.unsqueeze(1), sin_TD2.unsqueeze(1)
-    out = torch.empty_like(x_TND)
-    half = first.shape[-1]
-    out[..., :half] = first * cos - second * sin
-    out[..., half:] = second * cos + first * sin
-    return out
+def _rotated(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, *, back: bool = False) -> Tensor:
+    """x turned by the angles, or back by them; each product and the sum are rounded to float32."""
+    wide = _wide(x_TND)
+    swapped = wide.roll(x_TND.shape[-1] // 2, -1).mul_(sin_T1D)
+    turned = wide.mul_(cos_T1D) if wide is not x_TND else wide * cos_T1D
+    return (turned.sub_(swapped) if back else turned.add_(swapped)).to(x_TND.dtype)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
+        return _rotated(grads[0], cos, sin, back=True), None, None
 
 
-def rope(x_TND: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of each head in float32, cast once at the end (Su et al. 2021)."""
-    return _Rope.apply(x_TND, cos_TD2, sin_TD2)  # type: ignore[no-any-return, no-untyped-call]
+def rope_factors(cos_TD2: Tensor, sin_TD2: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``rope`` multiplies a head and its swapped halves by: [T, 1, D] each, -sin over the first half."""
+    return torch.cat([cos_TD2, cos_TD2], -1).unsqueeze(1), torch.cat([-sin_TD2, sin_TD2], -1).unsqueeze(1)
+
+
+def rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D/2) of each head in float32, cast once at the end (Su et al. 2021).
+
+    cos and sin as ``rope_factors`` lays them out.
+    """
+    if torch.is_grad_enabled():
+        return _Rope.apply(x_TND, cos_T1D, sin_T1D)  # type: ignore[no-any-return, no-untyped-call]
+    return _rotated(x_TND, cos_T1D, sin_T1D)

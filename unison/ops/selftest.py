@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from unison.ops import attention as attention_ops
 from unison.ops import basic
 from unison.ops.blocks import KEY_BLOCK, num_blocks
 from unison.ops.chunk_attention import KEYS_AT_ONCE
+from unison.ops.packed import PackedWeight
 from unison.ops.padding import EXACT, NumericsPath
 from unison.ops.paged import decode_group
 from unison.ops.plan import AttentionPlan, ChunkGroup, output_index, packed_plan, padded_rows
@@ -32,6 +34,7 @@ _ROWS = (8, 16, 40, 72, 264)
 _VOCABULARY_ROWS = (8, 40)
 _NUM_DISTINCT = 24
 """Rows computed alone; larger batches repeat them."""
+_DISTINCT_OUTPUTS = 4096
 _LENGTHS = (7, 33, 64, 65, 128, 140, 390, 520, 1030)
 _BATCHED_LENGTHS = (5, 300, 31, 97, 64, 388)
 _SHARED_LENGTH = 200
@@ -72,8 +75,7 @@ def run_selftest(dtype: str, shapes: Shapes | None = None, path: NumericsPath = 
 
     The thread counts proved are 1, 2 and the present one. Results are remembered per process.
     """
-    threads = tuple(sorted({1, 2, torch.get_num_threads()}))
-    return _run(dtype, shapes or Shapes(), path, threads)
+    return _run(dtype, shapes or Shapes(), path, _proved_threads())
 
 
 @lru_cache(maxsize=32)
@@ -85,6 +87,26 @@ def _run(dtype: str, shapes: Shapes, path: NumericsPath, threads: tuple[int, ...
         for check in (_check_linears, _check_rows, _check_silu, _check_attention, _check_vocabulary):
             failures += check(bench)
     return SelfTestResult(not failures, tuple(failures), time.perf_counter() - start)
+
+
+def packing_failures(shapes: Shapes) -> tuple[str, ...]:
+    """Where packed weights (bfloat16) give other bits than plain ones in ``basic.linear``; empty where nowhere.
+
+    On the model's own shapes, its vocabulary projection included, for several row counts and thread counts.
+    Results are remembered per process.
+    """
+    return _packing_failures(shapes, _proved_threads())
+
+
+@lru_cache(maxsize=32)
+def _packing_failures(shapes: Shapes, threads: tuple[int, ...]) -> tuple[str, ...]:
+    bench = _Bench(torch.bfloat16, shapes, EXACT, threads, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return tuple(_check_packing(bench))
+
+
+def _proved_threads() -> tuple[int, ...]:
+    return tuple(sorted({1, 2, torch.get_num_threads()}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +169,25 @@ def _check_linears(bench: _Bench) -> Iterator[str]:
         yield from bench.row_failures(f"linear {num_in}x{num_out}", operator, rows, _ROWS)
 
 
+def _check_packing(bench: _Bench) -> Iterator[str]:
+    shapes = bench.shapes
+    linears = [(f"linear {num_in}x{num_out}", num_in, num_out, bias) for num_in, num_out, bias in shapes.linears]
+    linears.append(("logits", shapes.hidden_size, shapes.vocab_size, False))
+    for name, num_in, num_out, has_bias in linears:
+        # The rows of a large matrix repeat: the kernel knows the shape alone, and drawing numbers is slow.
+        weight, rows = bench.normal(min(num_out, _DISTINCT_OUTPUTS), num_in), bench.normal(_NUM_DISTINCT, num_in)
+        bench.cancelling(rows, weight)
+        weight = weight.repeat(-(-num_out // len(weight)), 1)[:num_out]
+        bias = bench.normal(num_out) if has_bias else None
+        packed = PackedWeight(weight)
+        for threads, count in product(bench.threads, _VOCABULARY_ROWS if name == "logits" else _ROWS):
+            with threads_set_to(threads):
+                x = rows[torch.arange(count) % len(rows)]
+                differing = int((basic.linear(x, packed, bias) != basic.linear(x, weight, bias)).any(-1).sum())
+            if differing:
+                yield f"{name}: {differing} of {count} rows differ ({threads} threads)"
+
+
 def _check_rows(bench: _Bench) -> Iterator[str]:
     shapes = bench.shapes
     for name, row in (("rms_norm", (shapes.hidden_size,)), ("head norm", (shapes.num_heads, shapes.head_dim))):
@@ -157,9 +198,10 @@ def _check_rows(bench: _Bench) -> Iterator[str]:
     yield from bench.row_failures("silu_mul", basic.silu_mul, rows, _ROWS)
     heads = bench.normal(_NUM_DISTINCT, shapes.num_heads, shapes.head_dim)
     angle = torch.randn(1, shapes.head_dim // 2, generator=bench.generator)
+    cos, sin = basic.rope_factors(angle.cos(), angle.sin())
 
     def rotate(x: Tensor) -> Tensor:
-        return basic.rope(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))
+        return basic.rope(x, cos.expand(len(x), -1, -1), sin.expand(len(x), -1, -1))
 
     yield from bench.row_failures("rope", rotate, heads, _ROWS)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unison.ops.basic import linear
+from unison.ops.packed import Weight
 from unison.ops.padding import NumericsPath
 
 BLOCK = 512
@@ -127,7 +128,7 @@ def _longest(chunks: list[slice]) -> int:
     return max((rows.stop - rows.start for rows in chunks), default=0)
 
 
-def vocabulary_logits(hidden_NE: Tensor, head_VE: Tensor, path: NumericsPath) -> Tensor:
+def vocabulary_logits(hidden_NE: Tensor, head_VE: Weight, path: NumericsPath) -> Tensor:
     """Logits of the given rows in the head's dtype; rows are padded by the path and cut again."""
     num_rows = hidden_NE.shape[0]
     padding = path.pad_rows(num_rows) - num_rows
@@ -142,7 +143,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        head: Tensor,
+        head: Weight,
         ids: Tensor,
         temperature: Tensor,
         chunk: int,
@@ -181,7 +182,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def token_logprobs(
     hidden_NE: Tensor,
-    head_VE: Tensor,
+    head_VE: Weight,
     ids_N: Tensor,
     temperature_N: Tensor,
     *,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -33,10 +33,20 @@ class Commit:
     num_tensors: int
 
 
+class Derived(Protocol):
+    """Tensors computed from the weights: dropped before the weights change, made anew after a commit."""
+
+    def forget(self) -> None: ...
+
+    def remake(self) -> None: ...
+
+
 class WeightStore:
     """The live weights of one model with their version; at most one update is open at a time."""
 
-    def __init__(self, model: Decoder, version: int = 0, staging: Staging = "shadow") -> None:
+    def __init__(
+        self, model: Decoder, version: int = 0, staging: Staging = "shadow", derived: Derived | None = None
+    ) -> None:
         if staging not in get_args(Staging):
             raise WeightUpdateError(f"staging={staging!r} is unknown; use one of {', '.join(get_args(Staging))}")
         self.model = model
@@ -46,6 +56,7 @@ class WeightStore:
         self.staging = staging
         self.lock = threading.RLock()
         """Held by whoever computes with the live weights, and while they change: never between two layers."""
+        self._derived = derived
         self._spare: dict[str, Tensor] | None = None
         self._open: WeightTransaction | None = None
 
@@ -74,6 +85,7 @@ class WeightStore:
 
     def _adopt(self, transaction: WeightTransaction) -> None:
         with self.lock:
+            self._forget_derived()
             if self.staging == "shadow":
                 spare = self._live()
                 for name, parameter in self.model.named_parameters():
@@ -82,9 +94,16 @@ class WeightStore:
             self.version = transaction.version
             self.complete = True
             self._open = None
+            # Last: should it fail, the new version serves all the same, without what is derived from it.
+            if self._derived is not None:
+                self._derived.remake()
 
     def _drop(self) -> None:
         self._open = None
+
+    def _forget_derived(self) -> None:
+        if self._derived is not None:
+            self._derived.forget()
 
 
 class WeightTransaction:
@@ -122,6 +141,9 @@ class WeightTransaction:
                 # A refused tensor was not written: the weights are what they were.
                 store.complete = was_complete
                 raise
+            finally:
+                if not store.complete:
+                    store._forget_derived()
 
     def commit(self, expected_checksum: str | None = None) -> Commit:
         """Publish the version if the set is complete (and its checksum as expected); else raise and stay open."""

@@ -79,7 +79,7 @@ def decode_breakdown(options: argparse.Namespace, batch: int) -> dict[str, float
     time_steps(engine, 2)
     plain_s = statistics.median(time_steps(engine, options.steps))
     parts_to_wrap = [
-        (engine.model, "forward", "model"),
+        (engine.rollout_model, "forward", "model"),
         (attention_module, "attention", "attention"),
         (drawing_module, "sample", "sampling"),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Literal
 
 import pytest
 import torch
@@ -65,10 +65,6 @@ def answer(engine: Engine) -> tuple[list[int], list[float]]:
     engine.add_request(request("r"))
     (output,) = engine.run()
     return answer_of(output)
-
-
-def rollout_model(engine: Engine) -> RolloutDecoder:
-    return cast(RolloutDecoder, engine._runner.model)
 
 
 def test_answers_are_those_of_the_plain_model(bf16_model: Decoder, products: list[PackedWeight]) -> None:
@@ -157,15 +153,15 @@ def test_an_incomplete_in_place_update_drops_the_copies_and_stops_sampling(own_m
     update = engine.begin_update(1)
     with pytest.raises(WeightUpdateError, match="no place"):
         update.stage("foreign", new["model.norm.weight"])
-    assert isinstance(rollout_model(engine).head_weight(), PackedWeight), "nothing was written"
+    assert isinstance(engine.rollout_model.head_weight(), PackedWeight), "nothing was written"
     update.stage("model.norm.weight", new["model.norm.weight"])
-    assert rollout_model(engine).head_weight() is own_model.embed
+    assert engine.rollout_model.head_weight() is own_model.embed
     update.abort()
     engine.add_request(request("r"))
     with pytest.raises(EngineStateError, match="incomplete"):
         engine.run()
     push_weights(engine.weights, new, 2)
-    assert isinstance(rollout_model(engine).head_weight(), PackedWeight)
+    assert isinstance(engine.rollout_model.head_weight(), PackedWeight)
     (output,) = engine.run()
     assert answer_of(output) == naive_answer(own_model, request("n"))
     assert_works(engine)
@@ -188,7 +184,7 @@ def test_copies_that_cannot_be_made_leave_the_new_version_serving(
     assert engine.weights.version == 1
     assert answer(engine) == naive_answer(own_model, request("n")) != old
     push_weights(engine.weights, changed(own_model), 2)
-    assert isinstance(rollout_model(engine).head_weight(), PackedWeight)
+    assert isinstance(engine.rollout_model.head_weight(), PackedWeight)
 
 
 def test_without_the_option_nothing_is_packed(own_model: Decoder, products: list[PackedWeight]) -> None:

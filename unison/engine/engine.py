@@ -67,8 +67,9 @@ class Engine:
         self.end_ids = end_ids
         pack, self.notes = choose_packing(model.spec, model.dtype) if self.config.prepack_linears else (False, ())
         """Whole sentences for people: what the engine has to do without."""
-        rollout_model = RolloutDecoder(self.model, pack)
-        self.weights = WeightStore(model, version, staging, rollout_model)
+        self.rollout_model = RolloutDecoder(self.model, pack)
+        """The same weights in the form that steps compute with."""
+        self.weights = WeightStore(model, version, staging, self.rollout_model)
         num_tokens = self.config.kv_tokens or automatic_kv_tokens(model.spec, model.dtype, self.config.max_running)
         self.pool = KvPool(
             model.spec, num_tokens, self.config.page_size, model.dtype, poison_freed=self.config.poison_freed_pages
@@ -77,7 +78,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool, self.cache)
         self.stats = EngineStats()
         self._planner = Planner(self.pool, path, model.dtype)
-        self._runner = Runner(rollout_model, self.pool, path)
+        self._runner = Runner(self.rollout_model, self.pool, path)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""

@@ -59,6 +59,11 @@ class KvPool:
         return int(((self._owners == 0) & (self._references > 0)).sum())
 
     @property
+    def num_owned_pages(self) -> int:
+        """Pages that sequences hold."""
+        return int((self._owners > 0).sum())
+
+    @property
     def num_shared_pages(self) -> int:
         """Pages that several sequences hold."""
         return int((self._owners > 1).sum())

@@ -125,7 +125,7 @@ def _scores(q: Tensor, keys: Tensor, batch: BlockBatch, mask: Tensor, path: Nume
     head_dim = keys.shape[-1]
     by_head = (batch.num_blocks, batch.degree, num_kv_heads, group_size)
     rows = q.index_select(0, batch.members).view(*by_head, head_dim)
-    matrices = _padded(_head_first(rows, batch).flatten(0, 1), path)
+    matrices = _padded(_head_first(rows, batch).flatten(0, 1), path, head_dim)
     scores = torch.bmm(matrices, _pool_blocks(keys, batch).transpose(1, 2))
     scores = scores[:, : batch.degree * group_size].view(batch.num_blocks, num_kv_heads, batch.degree, group_size, -1)
     torch.add(
@@ -142,7 +142,7 @@ def _products(
     """Weights times values of a batch's entries -> [entries, H*D] in dtype."""
     _, num_kv_heads, group_size, _ = weights_EKGL.shape
     rows = weights_EKGL.view(batch.num_blocks, batch.degree, num_kv_heads, group_size, KEY_BLOCK)
-    matrices = _padded(_head_first(rows, batch, dtype).flatten(0, 1), path)
+    matrices = _padded(_head_first(rows, batch, dtype).flatten(0, 1), path, values.shape[-1])
     out = torch.bmm(matrices, _pool_blocks(values, batch))[:, : batch.degree * group_size]
     out = out.view(batch.num_blocks, num_kv_heads, batch.degree, -1)
     return out.transpose(1, 2).reshape(batch.num_blocks * batch.degree, -1)
@@ -156,8 +156,8 @@ def _head_first(rows_NCKGX: Tensor, batch: BlockBatch, dtype: torch.dtype | None
     return out.reshape(batch.num_blocks, num_kv_heads, -1, rows_NCKGX.shape[-1])
 
 
-def _padded(matrices: Tensor, path: NumericsPath) -> Tensor:
-    padding = path.pad_product_rows(matrices.shape[1], matrices.dtype) - matrices.shape[1]
+def _padded(matrices: Tensor, path: NumericsPath, head_dim: int) -> Tensor:
+    padding = path.pad_product_rows(matrices.shape[1], matrices.dtype, head_dim) - matrices.shape[1]
     return F.pad(matrices, (0, 0, 0, padding)) if padding else matrices
 
 

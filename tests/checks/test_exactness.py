@@ -139,7 +139,7 @@ def cell(**axes: Any) -> dict[str, Any]:
 def watched(model: Decoder, arrival: str, **config: int) -> tuple[Witness, list[GenerationRequest]]:
     requests = [
         GenerationRequest(
-            request_id=f"r{i}", prompt_ids=(1,) * 9, sampling=SamplingParams(seed=i, max_new_tokens=length)
+            request_id=f"r{i}", prompt_ids=(1,) * 62, sampling=SamplingParams(seed=i, max_new_tokens=length)
         )
         for i, length in enumerate((4, 14, 5, 9))
     ]

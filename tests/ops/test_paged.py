@@ -248,7 +248,7 @@ def test_rows_written_and_read_chunk_by_chunk_are_those_of_the_whole_sequences(
     outputs, done = [], 0
     for count in chunks:
         segments, first = [(0, count), (count, 2 * count)], torch.tensor([done, done])
-        tables = torch.tensor(sequences.tables)[:, : num_blocks(done + count)]
+        tables = torch.tensor(sequences.tables)[:, : num_blocks(done + count)].contiguous()
         num_rows = EXACT.pad_rows(2 * count)
         positions = torch.arange(done, done + count)
         slots = tables[:, positions // KEY_BLOCK].reshape(-1), (positions % KEY_BLOCK).repeat(2)

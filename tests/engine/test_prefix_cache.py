@@ -259,9 +259,10 @@ def test_a_group_prefills_its_prompt_once_and_stores_its_whole_pages_once(
         engine.add_request(one)
     outputs = {output.request_id: output for _ in range(3) for output in engine.step()}
     whole = (num_prompt - 1) // page_size
-    own = engine.pool.pages_for(num_prompt + 2) - whole
-    assert len(engine.scheduler.running) == 8 and not outputs
-    assert engine.pool.num_pages - engine.pool.num_free_pages == whole + 8 * own
+    running = engine.scheduler.running
+    assert len(running) == 8 and not outputs
+    own = sum(engine.pool.pages_for(sequence.num_cached) - whole for sequence in running)
+    assert engine.pool.num_pages - engine.pool.num_free_pages == whole + own
     outputs |= {output.request_id: output for output in engine.run()}
     # One whole prompt; each of the others computes only the last token, whose logits it needs.
     assert engine.stats.num_prefill_tokens == num_prompt + 7

@@ -15,13 +15,13 @@ from unison.models.names import published_tensors
 from unison.weights.push import push_weights
 
 
-def crowd(count: int, seed: int = 3, longest_prompt: int = 30) -> list[GenerationRequest]:
-    """Requests of which most outgrow the room they are first given."""
+def crowd(count: int, seed: int = 3, shortest_prompt: int = 1) -> list[GenerationRequest]:
+    """Requests that all outgrow the room they are first given."""
     noise = random.Random(seed)
     return [
         request(
             f"r{i}",
-            [noise.randrange(500) for _ in range(noise.randint(1, longest_prompt))],
+            [noise.randrange(500) for _ in range(noise.randint(shortest_prompt, shortest_prompt + 29))],
             seed=i,
             max_new_tokens=noise.randint(30, 60),
         )
@@ -51,13 +51,13 @@ def test_retracted_requests_give_the_tokens_and_logprobs_of_undisturbed_ones(
 ) -> None:
     engine = make_engine(
         model,
-        kv_tokens=5 * page_size,
+        kv_tokens=8 * page_size,
         page_size=page_size,
         new_token_ratio=0.01,
         prefix_cache=prefix_cache,
         max_running=8,
     )
-    requests = crowd(10, longest_prompt=page_size)
+    requests = crowd(10, shortest_prompt=page_size - 29)
     outputs = serve(engine, requests)
     assert engine.stats.num_retractions > 2
     for one in requests:

@@ -14,7 +14,6 @@ import torch
 from unison.core.errors import NumericsError
 from unison.ops.blocks import KEY_BLOCK
 
-
 _SMALL_PRODUCT = 16**3
 """Multiplications up to which PyTorch keeps a bfloat16 product from its faster kernel."""
 

@@ -127,7 +127,7 @@ def test_decoding_gives_the_rows_of_training_wherever_the_blocks_lie(
     assert {batch.degree for batch in group.batches} == {1, 4, 8, 32}
     if spread > 10:
         assert any(isinstance(batch.blocks, Tensor) for batch in group.batches), "no blocks were copied together"
-    for i in (0, 6, 30):
+    for i in (0, 1, 2, 6, 30):
         alone, _ = decoded(sequences, dtype, [i])
         assert torch.equal(alone[0], expected[i])
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from unison.checks import exactness
 from unison.checks.exactness import AXES, Cell, ExactnessReport, run_exactness, training_logprobs
@@ -20,6 +21,9 @@ from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
 from unison.models.decoder import Decoder
 from unison.models.loading import load_model
+from unison.models.numerics import NumericsChoice
+from unison.ops import chunk_attention
+from unison.ops.blocks import sum_in_order
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.vocab import token_logprobs
 from unison.training.batch import micro_batches
@@ -48,6 +52,13 @@ def test_the_whole_matrix_is_exact_and_its_control_is_not(report: tuple[Exactnes
     assert "exact: every log-prob is bitwise equal" in lines[-1]
 
 
+class ProductsUnpadded(NumericsPath):
+    """Multiplies a block with as many rows as there are."""
+
+    def pad_product_rows(self, num_rows: int, dtype: torch.dtype, head_dim: int) -> int:
+        return num_rows
+
+
 def run_few_cells(
     folder: Path, monkeypatch: pytest.MonkeyPatch, path: NumericsPath, dtype: str = "float32"
 ) -> ExactnessReport:
@@ -63,11 +74,10 @@ def run_few_cells(
     "path",
     [
         replace(EXACT, row_multiple=1),
-        replace(EXACT, key_rungs=(), key_multiple=1),
-        replace(EXACT, key_rungs=(32, 64, 96, 128, 256, 384)),
+        ProductsUnpadded("exact", row_multiple=8),
         FAST,
     ],
-    ids=["rows unpadded", "keys unpadded", "keys padded to a length that changes the sum", "nothing padded"],
+    ids=["rows unpadded", "products with a block unpadded", "nothing padded"],
 )
 def test_a_path_that_pads_too_little_fails(
     tiny_model_dir: TinyModelDir, monkeypatch: pytest.MonkeyPatch, path: NumericsPath
@@ -75,6 +85,16 @@ def test_a_path_that_pads_too_little_fails(
     found = run_few_cells(tiny_model_dir("qwen3"), monkeypatch, path)
     assert not found.passed
     assert any(cell.num_differing > 0 for cell in found.cells if not cell.is_control)
+
+
+def test_blocks_summed_in_another_order_fail(tiny_model_dir: TinyModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+        return sum_in_order(reversed(list(parts)), dtype)
+
+    folder = tiny_model_dir("qwen3")
+    monkeypatch.setattr(exactness, "choose_numerics", lambda *_: NumericsChoice(torch.float32, EXACT, ()))
+    monkeypatch.setattr(chunk_attention, "sum_in_order", backwards)
+    assert not run_few_cells(folder, monkeypatch, EXACT).passed
 
 
 def test_the_same_few_cells_pass_on_the_exact_path(
@@ -112,14 +132,14 @@ def test_a_folder_without_weights_is_a_typed_error(tmp_path: Path) -> None:
 
 def cell(**axes: Any) -> dict[str, Any]:
     return {
-        "batch": 2, "chunk": 4, "page": 16, "threads": 1, "temperature": 1.0, "arrival": "at once", "cache": "off",
+        "batch": 2, "chunk": 4, "page": 64, "threads": 1, "temperature": 1.0, "arrival": "at once", "cache": "off",
     } | axes  # fmt: skip
 
 
 def watched(model: Decoder, arrival: str, **config: int) -> tuple[Witness, list[GenerationRequest]]:
     requests = [
         GenerationRequest(
-            request_id=f"r{i}", prompt_ids=(1,) * 9, sampling=SamplingParams(seed=i, max_new_tokens=length)
+            request_id=f"r{i}", prompt_ids=(1,) * 62, sampling=SamplingParams(seed=i, max_new_tokens=length)
         )
         for i, length in enumerate((4, 14, 5, 9))
     ]
@@ -147,7 +167,7 @@ def test_the_counters_bear_out_a_cell_that_ran_as_named(model: Decoder) -> None:
     [
         {"batch": 3},
         {"batch": 1},
-        {"page": 7},
+        {"page": 128},
         {"threads": 2},
         {"temperature": 0.7},
         {"arrival": "reversed"},
@@ -176,7 +196,7 @@ def test_the_counters_bear_out_a_cache_that_was_hit(model: Decoder) -> None:
 def trainer_logprobs(model: Decoder, rows: Sequence[TrainingRow], budget: int) -> list[float]:
     """Log-probs as a training step computes them, its graph for the backward pass included."""
     values: list[float] = []
-    cut = micro_batches(rows, budget, group_size=model.spec.group_size, path=EXACT, dtype=model.dtype)
+    cut = micro_batches(rows, budget, path=EXACT)
     for micro in cut:
         hidden = model(micro.tokens_T, micro.positions_1T, micro.plan)
         logprobs, _ = token_logprobs(

@@ -22,7 +22,7 @@ NUMBERS = {
 
 
 def values(field: Field) -> st.SearchStrategy[Any]:
-    """Values the field takes, whatever its bounds: 8 to 4096 and 0.01 to 0.99 fit all of them."""
+    """Values the field takes, whatever its bounds: 8 to 4096, their multiples of 64 and 0.01 to 0.99 fit."""
     match field.kind:
         case "choice":
             plain: st.SearchStrategy[Any] = st.sampled_from(field.choices)
@@ -30,6 +30,8 @@ def values(field: Field) -> st.SearchStrategy[Any]:
             plain = st.lists(TEXT.filter(bool) if field.item_kind == "text" else NUMBERS["integer"], max_size=3)
         case "table":
             plain = st.dictionaries(TEXT.filter(bool), st.one_of(TEXT, *NUMBERS.values()), max_size=3)
+        case "integer" if "multiple of 64" in field.bounds:
+            plain = st.integers(1, 64).map(lambda count: 64 * count)
         case "text":
             plain = TEXT.filter(lambda text: bool(text.strip()))
         case kind:

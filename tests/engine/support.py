@@ -40,6 +40,23 @@ def make_engine(
     return Engine(model, path=EXACT, config=EngineConfig(**settings), tokenizer=tokenizer, end_ids=frozenset(end_ids))
 
 
+def check_pages(engine: Engine) -> None:
+    """Each page is free or held, none is lost; sequences hold the pages of their tokens and no more."""
+    engine.check()
+    sequences = engine.scheduler.running
+    held = {page for sequence in sequences for page in sequence.pages}
+    for sequence in sequences:
+        fewest, most = (engine.pool.pages_for(n) for n in (sequence.num_cached, len(sequence.token_ids)))
+        assert fewest <= len(sequence.pages) <= most
+    assert all(not sequence.pages for sequence in engine.scheduler.waiting)
+    nodes = list(engine.cache._roots.values()) if engine.cache is not None else []
+    while nodes:
+        node = nodes.pop()
+        held.update(node.pages)
+        nodes += node.children.values()
+    assert engine.pool.num_free_pages == engine.pool.num_pages - len(held)
+
+
 def assert_idle(engine: Engine) -> None:
     """Nothing is left in the engine, and every page is free."""
     engine.check()

@@ -24,8 +24,8 @@ def aborted_after(engine: Engine, wanted: GenerationRequest, num_tokens: int) ->
 @pytest.mark.parametrize("num_first", [1, 2, 11])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9}])
 def test_a_resumed_answer_goes_on_as_if_never_aborted(model: Decoder, num_first: int, settings: dict[str, Any]) -> None:
-    wanted = request("whole", prompt=range(1, 20), max_new_tokens=12, seed=77, **settings)
-    engine = make_engine(model, page_size=7, prefill_chunk=6)
+    wanted = request("whole", prompt=range(1, 60), max_new_tokens=12, seed=77, **settings)
+    engine = make_engine(model, page_size=64, prefill_chunk=6)
     first = aborted_after(engine, wanted, num_first)
     assert first.finish_reason == "abort"
     assert len(first.token_ids) == num_first

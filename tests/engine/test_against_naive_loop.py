@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.support import answer_of, assert_idle, make_engine, naive_answer, request
+from tests.engine.support import answer_of, assert_idle, check_pages, make_engine, naive_answer, request
 from unison.core.records import GenerationOutput, GenerationRequest, expand_runs
 from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
@@ -32,21 +32,26 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"allowed_token_ids": (5, 6, 7, 8, END), "forbidden_token_ids": (6,), "top_logprobs": 3},
 ]
 CONFIGS: list[dict[str, Any]] = [
-    {"page_size": 1, "prefill_chunk": 1, "max_batch_tokens": 8, "max_running": 8, "kv_tokens": 512},
-    {"page_size": 7, "prefill_chunk": 5, "max_batch_tokens": 17, "max_running": 3, "kv_tokens": 160},
-    {"page_size": 16, "prefill_chunk": 512, "max_batch_tokens": 2048, "max_running": 64, "kv_tokens": 4096},
+    {"page_size": 64, "prefill_chunk": 1, "max_batch_tokens": 8, "max_running": 8, "kv_tokens": 1024},
+    {"page_size": 128, "prefill_chunk": 5, "max_batch_tokens": 17, "max_running": 3, "kv_tokens": 384},
+    {"page_size": 64, "prefill_chunk": 512, "max_batch_tokens": 2048, "max_running": 64, "kv_tokens": 4096},
+    {"page_size": 192, "prefill_chunk": 50, "max_batch_tokens": 300, "max_running": 6, "kv_tokens": 768},
     {"page_size": 4096, "prefill_chunk": 3, "max_batch_tokens": 9, "max_running": 4, "kv_tokens": 1},
-    {"page_size": 16, "prefill_chunk": 33, "max_batch_tokens": 64, "max_running": 5, "kv_tokens": 96},
+    {"page_size": 64, "prefill_chunk": 33, "max_batch_tokens": 64, "max_running": 5, "kv_tokens": 192},
 ]
+LENGTHS = (1, 2, 8, 31, 50, 63, 64, 65, 127, 128, 129, 140)
 
 
 def random_requests(noise: random.Random, count: int) -> list[GenerationRequest]:
-    """Mixed lengths and settings; some prompts are the same, some requests go on from earlier output."""
+    """Mixed lengths and settings; some prompts are the same or begin alike, some requests go on from earlier output."""
     requests: list[GenerationRequest] = []
     for i in range(count):
-        prompt = [noise.randrange(256) for _ in range(noise.choice((1, 2, 7, 8, 9, 31, 33, 50)))]
+        prompt = [noise.randrange(256) for _ in range(noise.choice(LENGTHS))]
         if requests and noise.random() < 0.3:
-            prompt = list(noise.choice(requests).prompt_ids)
+            earlier = noise.choice(requests).prompt_ids
+            # The same again, or the same up to somewhere inside a page.
+            cut = noise.choice((len(earlier), noise.randint(0, len(earlier))))
+            prompt = [*earlier[:cut], *prompt[cut:]]
         prior = [noise.randrange(256) for _ in range(noise.choice((0, 0, 0, 1, 5)))]
         settings = noise.choice(SAMPLINGS) | {"seed": noise.choice((3, noise.getrandbits(64)))}
         settings |= {"max_new_tokens": noise.choice((0, 1, 6, 12)), "ignore_eos": noise.random() < 0.5}
@@ -73,7 +78,7 @@ def serve(engine: Engine, requests: list[GenerationRequest], noise: random.Rando
         for output in engine.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output
-        engine.check()
+        check_pages(engine)
     return outputs
 
 

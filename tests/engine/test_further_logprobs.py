@@ -20,7 +20,7 @@ from unison.ops.padding import EXACT
 
 CONFIGS: list[dict[str, Any]] = [
     {"prefill_chunk": 1},
-    {"prefill_chunk": 7, "max_batch_tokens": 16, "page_size": 5},
+    {"prefill_chunk": 7, "max_batch_tokens": 16, "page_size": 128},
     {"prefix_cache": False, "max_running": 2},
     {},
 ]

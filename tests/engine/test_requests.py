@@ -119,8 +119,8 @@ def test_text_and_stop_strings_need_a_tokenizer(model: Decoder) -> None:
 
 
 def test_what_the_pool_can_never_hold_is_refused_with_the_arithmetic(model: Decoder) -> None:
-    engine = make_engine(model, kv_tokens=128, page_size=16)
-    with pytest.raises(CapacityError, match=r"request big: 384 tokens .* need 24 pages of 16; the pool has 8"):
+    engine = make_engine(model, kv_tokens=128, page_size=64)
+    with pytest.raises(CapacityError, match=r"request big: 149 tokens .* need 3 pages of 64; the pool has 2"):
         engine.add_request(request("big", prompt=[1] * 100, max_new_tokens=50))
     assert_works(engine)
 

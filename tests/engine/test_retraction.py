@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.support import answer_of, assert_idle, make_engine, naive_answer, request
+from tests.engine.support import answer_of, assert_idle, check_pages, make_engine, naive_answer, request
 from unison.core.records import GenerationOutput, GenerationRequest, expand_runs
 from unison.engine.engine import Engine
 from unison.engine.estimate import NewTokenRatio
@@ -15,13 +15,13 @@ from unison.models.names import published_tensors
 from unison.weights.push import push_weights
 
 
-def crowd(count: int, seed: int = 3) -> list[GenerationRequest]:
+def crowd(count: int, seed: int = 3, shortest_prompt: int = 1) -> list[GenerationRequest]:
     """Requests that all outgrow the room they are first given."""
     noise = random.Random(seed)
     return [
         request(
             f"r{i}",
-            [noise.randrange(500) for _ in range(noise.randint(1, 30))],
+            [noise.randrange(500) for _ in range(noise.randint(shortest_prompt, shortest_prompt + 29))],
             seed=i,
             max_new_tokens=noise.randint(30, 60),
         )
@@ -39,20 +39,25 @@ def serve(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Genera
         for output in engine.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output
-        engine.check()
+        check_pages(engine)
     assert set(outputs) == {one.request_id for one in requests}
     return outputs
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize("page_size", [64, 128, 192])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_retracted_requests_give_the_tokens_and_logprobs_of_undisturbed_ones(
     model: Decoder, page_size: int, prefix_cache: bool
 ) -> None:
     engine = make_engine(
-        model, kv_tokens=256, page_size=page_size, new_token_ratio=0.01, prefix_cache=prefix_cache, max_running=8
+        model,
+        kv_tokens=8 * page_size,
+        page_size=page_size,
+        new_token_ratio=0.01,
+        prefix_cache=prefix_cache,
+        max_running=8,
     )
-    requests = crowd(10)
+    requests = crowd(10, shortest_prompt=page_size - 29)
     outputs = serve(engine, requests)
     assert engine.stats.num_retractions > 2
     for one in requests:
@@ -60,6 +65,17 @@ def test_retracted_requests_give_the_tokens_and_logprobs_of_undisturbed_ones(
         # The books on keys and values cover each token once, however often it was computed.
         written = expand_runs(outputs[one.request_id].kv_versions)
         assert len(written) == len(one.prompt_ids) + len(outputs[one.request_id].token_ids) - 1
+    assert_idle(engine)
+
+
+def test_samples_of_one_prompt_are_retracted_and_come_back_to_shared_pages(model: Decoder) -> None:
+    engine = make_engine(model, kv_tokens=6 * 64, new_token_ratio=0.01, max_running=8)
+    prompt = tuple(range(3, 140))
+    requests = [request(f"r{i}", prompt, seed=i, max_new_tokens=70) for i in range(4)]
+    outputs = serve(engine, requests)
+    assert engine.stats.num_retractions > 0
+    for one in requests:
+        assert answer_of(outputs[one.request_id]) == naive_answer(model, one)
     assert_idle(engine)
 
 
@@ -118,7 +134,7 @@ def test_an_update_between_retraction_and_return_shows_in_the_books(own_model: D
 @given(
     seed=st.integers(0, 10_000),
     kv_tokens=st.sampled_from([128, 192, 256, 512]),
-    page_size=st.sampled_from([1, 5, 16]),
+    page_size=st.sampled_from([64, 128, 192]),
     ratio=st.sampled_from([0.01, 0.3, 1.0]),
     max_running=st.integers(1, 12),
 )

@@ -69,8 +69,8 @@ def test_the_same_config_gives_the_same_digest_whatever_the_engine_settings(
     engines: list[dict[str, Any]] = [
         {},
         {},
-        {"page_size": 7, "prefill_chunk": 3, "max_running": 2},
-        {"page_size": 1, "max_batch_tokens": 16, "max_running": 5, "kv_tokens": 256, "poison_freed_pages": True},
+        {"page_size": 128, "prefill_chunk": 3, "max_running": 2},
+        {"page_size": 64, "max_batch_tokens": 16, "max_running": 5, "kv_tokens": 256, "poison_freed_pages": True},
     ]
     digests = [
         run(tiny_model_dir(), tmp_path / str(i), engine={"kv_tokens": 4096, **settings}).weights_digest

@@ -123,7 +123,7 @@ def test_this_machine_gives_what_its_self_test_finds() -> None:
 def test_the_shapes_are_those_of_the_layers() -> None:
     spec = read_spec({**CONFIG, "attention_bias": True, "head_dim": 20})
     linears = ((64, 160, True), (80, 64, True), (64, 256, False), (128, 64, False))
-    assert shapes_of(spec) == Shapes(linears, 4, 2, 20, 64, 128, 259)
+    assert shapes_of(spec) == Shapes(linears, 4, 2, 20, 64, 128, 259, spec.max_positions)
 
 
 @pytest.mark.parametrize("failures", [(), ("linear 64x192: 8 of 8 rows differ (1 threads)",)])

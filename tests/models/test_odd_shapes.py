@@ -58,7 +58,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
 
 def rollout(model: Decoder, chunk: int, max_running: int, threads: int) -> list[GenerationOutput]:
     torch.set_num_threads(threads)
-    engine = Engine(model, path=EXACT, config=EngineConfig(max_running=max_running, prefill_chunk=chunk, page_size=7))
+    engine = Engine(model, path=EXACT, config=EngineConfig(max_running=max_running, prefill_chunk=chunk, page_size=64))
     generator = torch.Generator().manual_seed(1)
     for i, length in enumerate(PROMPT_TOKENS):
         prompt = tuple(torch.randint(model.spec.vocab_size, (length,), generator=generator).tolist())

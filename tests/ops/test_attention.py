@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unison.ops import reference
+from unison.ops import chunk_attention, reference
 from unison.ops.attention import attention
 from unison.ops.padding import EXACT, FAST, NumericsPath
-from unison.ops.plan import AttentionGroup, AttentionPlan, PoolExtent, causal_mask, packed_plan
+from unison.ops.plan import AttentionPlan, packed_plan
 
 BOTH_PATHS = pytest.mark.parametrize("path", [EXACT, FAST], ids=["exact", "fast"])
 LENGTHS = [(1,), (8,), (1, 2, 31, 33), (140, 3, 3, 129), (5, 5, 5, 5), (390, 1)]
@@ -27,12 +27,6 @@ def inputs(num_rows: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Te
     return [
         torch.randn(num_rows, count, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype) for count in counts
     ]
-
-
-def plan_of(
-    lengths: Sequence[int], heads: tuple[int, int], path: NumericsPath, dtype: torch.dtype, max_group_rows: int = 8192
-) -> AttentionPlan:
-    return packed_plan(lengths, path=path, max_group_rows=max_group_rows)
 
 
 def attend(qkv: Sequence[Tensor], plan: AttentionPlan) -> Tensor:
@@ -53,7 +47,7 @@ def oracle(qkv: Sequence[Tensor], segments: Sequence[tuple[int, int]]) -> Tensor
 def test_values_and_gradients_of_packed_sequences(
     lengths: tuple[int, ...], heads: tuple[int, int], path: NumericsPath, dtype: torch.dtype, tolerance: float
 ) -> None:
-    plan, size = plan_of(lengths, heads, path, dtype), sum(lengths)
+    plan, size = packed_plan(lengths, path=path), sum(lengths)
     own = [x.requires_grad_() for x in inputs(plan.num_rows, heads, dtype)]
     true = [x.detach().double().requires_grad_() for x in own]
     out, expected = attend(own, plan), oracle(true, plan.segments)
@@ -70,13 +64,13 @@ def test_values_and_gradients_of_packed_sequences(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_is_the_same_in_any_company(dtype: torch.dtype) -> None:
     heads, lengths = (4, 2), (1, 2, 31, 33, 97, 140, 7, 390)
-    plan = plan_of(lengths, heads, EXACT, dtype)
+    plan = packed_plan(lengths, path=EXACT)
     q, k, v = inputs(plan.num_rows, heads, dtype)
     packed = attention(q, k, v, plan, None)
-    small_groups = attention(q, k, v, plan_of(lengths, heads, EXACT, dtype, max_group_rows=1), None)
+    small_groups = attention(q, k, v, packed_plan(lengths, path=EXACT, max_group_rows=1), None)
     assert torch.equal(small_groups, packed)
     for start, end in plan.segments:
-        alone_plan = plan_of([end - start], heads, EXACT, dtype)
+        alone_plan = packed_plan([end - start], path=EXACT)
         padded = [
             torch.cat([x[start:end], x.new_zeros(alone_plan.num_rows - (end - start), *x.shape[1:])]) for x in (q, k, v)
         ]
@@ -88,7 +82,7 @@ def test_a_sequence_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_row_does_not_depend_on_later_ones(dtype: torch.dtype, cut: int) -> None:
     heads = (4, 2)
-    whole_plan, part_plan = plan_of([60], heads, EXACT, dtype), plan_of([cut], heads, EXACT, dtype)
+    whole_plan, part_plan = packed_plan([60], path=EXACT), packed_plan([cut], path=EXACT)
     qkv = inputs(whole_plan.num_rows, heads, dtype)
     changed = [torch.cat([x[:cut], -3 * x[cut:]]) for x in qkv]
     whole = attend(qkv, whole_plan)[:cut]
@@ -101,7 +95,7 @@ def test_a_row_does_not_depend_on_later_ones(dtype: torch.dtype, cut: int) -> No
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_sequence_that_is_not_finite_reaches_no_other(broken: int, value: float, path: NumericsPath) -> None:
     heads, lengths = (4, 2), (31, 7, 20, 33, 140)
-    plan = plan_of(lengths, heads, path, torch.float32)
+    plan = packed_plan(lengths, path=path)
     qkv = inputs(plan.num_rows, heads, torch.float32)
     clean_inputs = [x.clone().requires_grad_() for x in qkv]
     clean = attend(clean_inputs, plan)
@@ -122,52 +116,39 @@ def test_a_sequence_that_is_not_finite_reaches_no_other(broken: int, value: floa
         torch.testing.assert_close(with_nan.grad[others], without.grad[others], rtol=1e-6, atol=1e-7)
 
 
-def pool_plan(first: Sequence[int], num_queries: int, stride: int, heads: tuple[int, int]) -> AttentionPlan:
-    """Sequences whose keys lie at 0, stride, ... of the pool; the queries begin at the positions ``first``."""
-    count, num_keys = len(first), EXACT.pad_keys(max(first) + num_queries)
-    mask = causal_mask(torch.tensor(first), num_queries, num_keys, heads[0] // heads[1], torch.float32)
-    query_rows = torch.arange(count * num_queries).view(count, num_queries)
-    group = AttentionGroup(query_rows, PoolExtent(0, stride), mask, num_keys)
-    places = [b * stride + begin + i for b, begin in enumerate(first) for i in range(num_queries)]
-    return AttentionPlan(count * num_queries, [group], None, torch.tensor(places), EXACT.query_multiple)
+@pytest.mark.parametrize("heads", [(2, 1), (3, 3)])
+@pytest.mark.parametrize("lengths", [(513,), (700, 30, 577)])
+def test_more_keys_than_one_level_of_sums_holds(lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
+    test_values_and_gradients_of_packed_sequences(lengths, heads, EXACT, torch.float32, 1e-5)
 
 
-@pytest.mark.parametrize("chunks", [(40,), (39, 1), (7, 13, 20), (1,) * 12])
-def test_rows_that_read_the_pool_are_those_of_the_whole_sequences(chunks: tuple[int, ...]) -> None:
-    heads, stride, size = (4, 2), 64, sum(chunks)
-    sequences = [inputs(size + extra, heads, torch.float32) for extra in (0, 1)]
-    sequences = [[x[:size] for x in sequence] for sequence in sequences]
-    cache = (torch.zeros(2, 2 * stride, HEAD_DIM), torch.zeros(2, 2 * stride, HEAD_DIM))
-    outputs: list[Tensor] = []
-    done = 0
-    for chunk in chunks:
-        rows = [torch.cat([s[part][done : done + chunk] for s in sequences]) for part in range(3)]
-        out = attention(rows[0], rows[1], rows[2], pool_plan([done, done], chunk, stride, heads), cache)
-        outputs.append(out.view(2, chunk, -1))
-        done += chunk
-    plan = plan_of([size, size], heads, EXACT, torch.float32)
-    packed = [torch.cat([*(s[part] for s in sequences)]) for part in range(3)]
-    padding = plan.num_rows - 2 * size
-    packed = [torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in packed]
-    whole = attend(packed, plan)[: 2 * size].view(2, size, -1)
-    assert torch.equal(torch.cat(outputs, dim=1), whole)
-    expected = torch.stack([reference.attention(*(x.double() for x in s)) for s in sequences])
-    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
+def test_more_keys_than_one_product_takes() -> None:
+    test_values_and_gradients_of_packed_sequences(
+        (chunk_attention.KEYS_AT_ONCE + 70,), (1, 1), EXACT, torch.float32, 1e-5
+    )
 
 
-def test_a_plan_that_reads_the_pool_needs_the_pool() -> None:
-    q, k, v = inputs(1, (4, 2), torch.float32)
-    with pytest.raises(ValueError, match="no cache"):
-        attention(q, k, v, pool_plan([0], 1, 64, (4, 2)), None)
-
-
-def test_a_causal_mask_by_hand() -> None:
-    mask = causal_mask(torch.tensor([0, 2]), num_queries=2, num_keys=4, group_size=2, dtype=torch.float32)
-    assert mask.shape == (2, 1, 4, 4)
-    seen = (mask[:, 0] == 0).int().tolist()
-    one, two, three, four = [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]
-    assert seen == [[one, one, two, two], [three, three, four, four]]
-    assert set(mask.unique().tolist()) == {float("-inf"), 0.0}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cut_of_the_work_changes_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    heads, lengths = (4, 2), (600, 577, 3)
+    plan = packed_plan(lengths, path=EXACT)
+    outputs, gradients = [], []
+    for scores, keys in ((1 << 20, 4096), (1 << 16, 128), (1, 64)):
+        monkeypatch.setattr(chunk_attention, "_CHUNK_SCORES", scores)
+        monkeypatch.setattr(chunk_attention, "KEYS_AT_ONCE", keys)
+        qkv = [x.requires_grad_() for x in inputs(plan.num_rows, heads, dtype)]
+        out = attend(qkv, plan)
+        out.float().square().sum().backward()
+        outputs.append(out)
+        gradients.append([x.grad for x in qkv])
+        for group in plan.chunks:
+            group.masks.clear()
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other, strict=True):
+            assert one is not None and two is not None
+            torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [3, 0], [4, -1]])
@@ -178,7 +159,9 @@ def test_a_batch_without_tokens_is_refused(lengths: list[int]) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.lists(st.one_of(st.integers(1, 40), st.sampled_from([96, 128, 129, 384, 385])), min_size=1, max_size=8),
+    st.lists(
+        st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 96, 128, 129, 384, 385])), min_size=1, max_size=8
+    ),
     st.sampled_from([EXACT, FAST]),
     st.sampled_from([1, 64, 512, 8192]),
 )
@@ -187,14 +170,14 @@ def test_a_plan_returns_each_row_to_its_place(lengths: list[int], path: Numerics
     size = sum(lengths)
     assert plan.num_rows == path.pad_rows(size)
     assert [end - start for start, end in plan.segments] == lengths
-    computed = torch.cat([group.query_rows.view(-1) for group in plan.groups])
+    computed = torch.cat([group.query_rows.view(-1) for group in plan.chunks])
     returned = computed if plan.output_index is None else computed[plan.output_index]
     assert len(returned) == plan.num_rows
     assert returned[:size].tolist() == list(range(size))
-    assert returned[size:].tolist() == ([0] * (plan.num_rows - size) if plan.output_index is not None else [])
+    assert returned[size:].tolist() == [0] * (plan.num_rows - size), "padding copies the first row"
     owner = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)])
-    for group in plan.groups:
+    for group in plan.chunks:
         assert group.query_rows.shape[0] == 1 or group.query_rows.numel() <= max_group_rows
-        assert isinstance(group.keys, Tensor)
+        assert not group.in_pool and plan.decode is None
         for queries, keys in zip(group.query_rows, group.keys, strict=True):
             assert len(set(owner[torch.cat([queries, keys])].tolist())) == 1, "padding stays within its sequence"

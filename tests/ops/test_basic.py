@@ -203,20 +203,22 @@ def test_rope_turns_and_never_stretches() -> None:
 
 @given(st.integers(1, 100_000))
 def test_padding_rules(count: int) -> None:
-    rows, queries, keys = EXACT.pad_rows(count), EXACT.pad_queries(count), EXACT.pad_keys(count)
+    rows, keys = EXACT.pad_rows(count), EXACT.pad_keys(count)
     assert rows % 8 == 0 and count <= rows < count + 8
-    assert queries % 4 == 0 and count <= queries < count + 4
-    assert keys >= count
-    assert keys in EXACT.key_rungs or keys % 512 == 0
-    assert EXACT.pad_keys(keys) == keys
-    assert EXACT.pad_keys(count + 1) >= keys
-    assert FAST.pad_rows(count) == FAST.pad_queries(count) == FAST.pad_keys(count) == count
-
-
-def test_key_lengths_at_the_bounds() -> None:
-    expected = {1: 32, 32: 32, 33: 64, 96: 96, 128: 128, 129: 384, 256: 384, 384: 384, 385: 512, 512: 512, 513: 1024}
-    assert {count: EXACT.pad_keys(count) for count in expected} == expected
+    assert keys % 64 == 0 and count <= keys < count + 64
+    assert FAST.pad_rows(count) == count
     assert EXACT.pad_rows(0) == FAST.pad_rows(0) == 0
+
+
+@given(st.integers(1, 1000), st.integers(1, 256))
+def test_padding_of_products_with_a_block(count: int, head_dim: int) -> None:
+    single = EXACT.pad_product_rows(count, torch.float32, head_dim)
+    assert single % 8 == 0 and count <= single < count + 8
+    half = EXACT.pad_product_rows(count, torch.bfloat16, head_dim)
+    assert half >= max(2, count) and half * head_dim * 64 > 16**3
+    assert half in (2, count) or (half - 1) * head_dim * 64 <= 16**3, "no more rows than it takes"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert FAST.pad_product_rows(count, dtype, head_dim) == count
 
 
 def test_paths_have_names() -> None:

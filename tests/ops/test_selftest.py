@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from unison.ops import attention as attention_ops
-from unison.ops import basic, selftest
+from unison.ops import basic, chunk_attention, paged, selftest
+from unison.ops.blocks import sum_in_order
 from unison.ops.packed import PackedWeight, can_pack
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.selftest import Shapes, packing_failures, run_selftest
@@ -56,18 +58,54 @@ def test_stock_operators_without_padding_fail(dtype: str) -> None:
     assert any("attention" in failure for failure in result.failures)
 
 
+class ProductsUnpadded(NumericsPath):
+    """Multiplies a block with as many rows as there are."""
+
+    def pad_product_rows(self, num_rows: int, dtype: torch.dtype, head_dim: int) -> int:
+        return num_rows
+
+
 @pytest.mark.parametrize(
-    "path",
-    [
-        replace(EXACT, row_multiple=1),
-        replace(EXACT, query_multiple=1),
-        replace(EXACT, key_rungs=(), key_multiple=1),
-        replace(EXACT, key_rungs=(32, 64, 96, 128, 256, 384)),
-    ],
-    ids=["rows", "queries", "keys", "a length that changes the sum"],
+    "path", [replace(EXACT, row_multiple=1), ProductsUnpadded("exact", row_multiple=8)], ids=["rows", "products"]
 )
 def test_a_path_that_pads_too_little_fails(path: NumericsPath) -> None:
     assert not run_selftest("float32", path=path).passed
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("shapes", [(1, 1, 16), (2, 1, 32), (5, 1, 128)])
+def test_models_of_few_heads_pass(shapes: tuple[int, int, int], dtype: str) -> None:
+    heads, kv_heads, head_dim = shapes
+    small = replace(SMALL, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    assert run_selftest(dtype, small).failures == ()
+
+
+def in_a_row(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """A sum without the tree: other bits from the tenth block on."""
+    first, *others = parts
+    total = first.to(dtype, copy=True)
+    for part in others:
+        total.add_(part)
+    return total
+
+
+@pytest.mark.parametrize(("module", "name"), [(chunk_attention, "sum_in_order"), (paged, "sum_stacked")])
+def test_blocks_summed_in_another_order_are_found(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    monkeypatch.setattr(module, name, in_a_row)
+    failures = run_selftest("float32", SMALL).failures
+    assert failures and all(failure.startswith("attention, ") for failure in failures)
+
+
+def test_products_over_more_keys_than_a_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pairwise(blocks: Iterable[Tensor], total: torch.dtype) -> Tensor:
+        parts = list(blocks)
+        return sum_in_order([sum_in_order(parts[i : i + 2], total) for i in range(0, len(parts), 2)], total)
+
+    monkeypatch.setattr(chunk_attention, "sum_in_order", pairwise)
+    failures = run_selftest("float32", SMALL).failures
+    assert any(failure.startswith("attention, chunk of 1, 390 keys") for failure in failures), failures
 
 
 def split_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -163,7 +163,7 @@ def test_a_real_engine_gives_the_same_samples_under_any_limit(tiny_model_dir: Ca
     for config in (
         EngineConfig(kv_tokens=4096),
         EngineConfig(kv_tokens=256, max_running=1),
-        EngineConfig(kv_tokens=512, max_running=3, prefill_chunk=2, max_batch_tokens=8, page_size=7),
+        EngineConfig(kv_tokens=512, max_running=3, prefill_chunk=2, max_batch_tokens=8, page_size=64),
     ):
         client = InProcessClient(Engine(model, path=EXACT, config=config))
         samples = gather(client, tasks)

@@ -156,7 +156,7 @@ def test_the_trainer_finds_the_very_log_probs_of_the_rollout(
     tiny_model_dir: TinyModelDir, dtype: torch.dtype, temperature: float
 ) -> None:
     folder = tiny_model_dir("qwen3")
-    engine = Engine(load_model(folder, dtype), path=EXACT, config=EngineConfig(prefill_chunk=5, page_size=3))
+    engine = Engine(load_model(folder, dtype), path=EXACT, config=EngineConfig(prefill_chunk=5, page_size=64))
     prompts = [[7 * i % 512 for i in range(1, length)] for length in (2, 9, 40, 130)]
     outputs = engine.generate(prompts, SamplingParams(temperature=temperature, n=3, max_new_tokens=20, seed=4))
     samples = []

@@ -136,4 +136,6 @@ def _bounds(typed: inspect.Type) -> str:
     if not isinstance(typed, (inspect.IntType, inspect.FloatType)):
         return ""
     limits = ((">=", typed.ge), (">", typed.gt), ("<=", typed.le), ("<", typed.lt))
-    return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+    text = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+    multiple = "" if typed.multiple_of is None else f"a multiple of {typed.multiple_of:g}"
+    return ", ".join(filter(None, (text, multiple)))

@@ -96,9 +96,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
-    page_size: Annotated[
-        int, Meta(ge=64, le=4096, multiple_of=64, description="Tokens in a page of the KV pool; a multiple of 64.")
-    ] = 64
+    page_size: Annotated[int, Meta(ge=64, le=4096, multiple_of=64, description="Tokens in a page of the KV pool.")] = 64
     kv_tokens: Annotated[int, Meta(ge=0, description="Size of the KV pool in tokens; 0 sizes it from memory.")] = 0
     max_running: Annotated[int, Meta(ge=1, le=4096, description="Most sequences decoded together.")] = 64
     max_batch_tokens: Annotated[

@@ -102,26 +102,25 @@ class KvPool:
 
     def share(self, pages: Sequence[int]) -> None:
         """One more sequence takes pages that are in use; it may read, not write them."""
-        self._check_used(pages)
-        self._references[pages] += 1
-        self._owners[pages] += 1
+        held = self._used(pages)
+        self._references[held] += 1
+        self._owners[held] += 1
 
     def free(self, pages: Sequence[int]) -> None:
         """A sequence gives pages back; what the prefix cache or others hold too stays as it is."""
-        if not (self._owners[pages] > 0).all():
-            raise ValueError(f"pages {list(pages)} are not all a sequence's")
-        self._owners[pages] -= 1
-        self._drop(pages)
+        held = list(pages)
+        if not (self._owners[held] > 0).all():
+            raise ValueError(f"pages {held} are not all a sequence's")
+        self._owners[held] -= 1
+        self._drop(held)
 
     def retain(self, pages: Sequence[int]) -> None:
         """The prefix cache takes one more reference to each page."""
-        self._check_used(pages)
-        self._references[pages] += 1
+        self._references[self._used(pages)] += 1
 
     def release(self, pages: Sequence[int]) -> int:
         """The prefix cache drops one reference to each page; the number of pages that became free."""
-        self._check_used(pages)
-        return self._drop(pages)
+        return self._drop(self._used(pages))
 
     def num_only_cached(self, pages: Iterable[int]) -> int:
         """How many of the pages no sequence holds."""
@@ -158,13 +157,15 @@ class KvPool:
         if int(others.sum()) != num_cache_references:
             raise RuntimeError(f"{int(others.sum())} page references beside the owners', {num_cache_references} known")
 
-    def _check_used(self, pages: Sequence[int]) -> None:
-        if not (self._references[pages] > 0).all():
-            raise ValueError(f"pages {list(pages)} are not all in use")
+    def _used(self, pages: Sequence[int]) -> list[int]:
+        held = list(pages)
+        if not (self._references[held] > 0).all():
+            raise ValueError(f"pages {held} are not all in use")
+        return held
 
-    def _drop(self, pages: Sequence[int]) -> int:
+    def _drop(self, pages: list[int]) -> int:
         self._references[pages] -= 1
-        freed = np.asarray(pages)[self._references[pages] == 0]
+        freed = np.asarray(pages, dtype=np.int64)[self._references[pages] == 0]
         if self._poison_freed and len(freed):
             self._fill(freed, float("nan"))
         return len(freed)

@@ -14,6 +14,9 @@ import torch
 from unison.core.errors import NumericsError
 from unison.ops.blocks import KEY_BLOCK
 
+_SMALL_PRODUCT = 16**3
+"""Multiplications up to which PyTorch keeps a bfloat16 product from its faster kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class NumericsPath:
@@ -26,12 +29,13 @@ class NumericsPath:
         """Rows of a packed batch, padding included."""
         return _round_up(num_rows, self.row_multiple)
 
-    def pad_product_rows(self, num_rows: int, dtype: torch.dtype) -> int:
-        """Rows of one matrix in a batch of products with at most 256 terms, padding included."""
+    def pad_product_rows(self, num_rows: int, dtype: torch.dtype, head_dim: int) -> int:
+        """Rows of one matrix that is multiplied with the keys or values of a block, padding included."""
         if self.name == "fast":
             return num_rows
-        # Under so few terms bfloat16 kernels treat all row counts but 1 alike.
-        return max(2, num_rows) if dtype == torch.bfloat16 else _round_up(num_rows, self.row_multiple)
+        # With so few terms bfloat16 kernels treat all row counts but 1 alike, once a call is large enough for them.
+        least = max(2, _SMALL_PRODUCT // (KEY_BLOCK * head_dim) + 1)
+        return max(least, num_rows) if dtype == torch.bfloat16 else _round_up(num_rows, self.row_multiple)
 
     def pad_keys(self, num_keys: int) -> int:
         """Keys that attention reads where a query sees num_keys."""

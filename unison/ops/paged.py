@@ -159,7 +159,8 @@ def _member_first(matrices: Tensor, batch: BlockBatch, num_kv_heads: int) -> Ten
 
 def _product(left: Tensor, right: Tensor, path: NumericsPath) -> Tensor:
     num_rows = left.shape[1]
-    padding = path.pad_product_rows(num_rows, left.dtype) - num_rows
+    head_dim = right.shape[1] * right.shape[2] // KEY_BLOCK
+    padding = path.pad_product_rows(num_rows, left.dtype, head_dim) - num_rows
     if not padding:
         return torch.bmm(left, right)
     return torch.bmm(F.pad(left, (0, 0, 0, padding)), right)[:, :num_rows].contiguous()

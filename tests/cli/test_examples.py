@@ -25,7 +25,7 @@ def train(folder: Path, *flags: str) -> list[dict[str, Any]]:
 
 
 def test_the_tiny_model_learns_to_write_digits(tmp_path: Path, capsys: Capture) -> None:
-    before, *steps = train(tmp_path / "run", "--trainer.steps", "12")
+    before, *steps = train(tmp_path / "run", "--trainer.steps", "16")
     assert steps[0]["rollout/reward_mean"] < 0.2
     assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
     assert steps[-1]["eval/accuracy"] > before["eval/accuracy"] + 0.5

@@ -23,7 +23,7 @@ from unison.models.names import published_tensors
 def test_a_failure_of_the_engine_reaches_everybody_and_frees_the_engine(
     client: InProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(chunks: Any) -> torch.Tensor:
+    def broken(chunks: Any, plan: Any) -> torch.Tensor:
         raise MemoryError("out of memory")
 
     async def work() -> list[Any]:

@@ -177,12 +177,12 @@ def test_an_error_is_raised_in_its_own_stream(own_model: Decoder) -> None:
 def test_a_failing_engine_reaches_every_stream(client: InProcessClient, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, calls = client.engine._runner.run, 0
 
-    def broken(chunks: Any) -> Any:
+    def broken(chunks: Any, plan: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise MemoryError("out of memory")
-        return compute(chunks)
+        return compute(chunks, plan)
 
     seen: list[OutputDelta] = []
 

@@ -193,8 +193,8 @@ def test_resumed_output_must_agree_with_the_forced_ids(model: Decoder) -> None:
 def without(token: int, run: Any) -> Any:
     """A runner whose model gives one token no probability."""
 
-    def changed(chunks: Any) -> tuple[Tensor, dict[int, list[float]]]:
-        logits, prompt_logprobs = run(chunks)
+    def changed(chunks: Any, plan: Any) -> tuple[Tensor, dict[int, list[float]]]:
+        logits, prompt_logprobs = run(chunks, plan)
         logits = logits.clone()
         logits[:, token] = -math.inf
         return logits, prompt_logprobs

@@ -160,12 +160,12 @@ def test_an_interrupted_generate_leaves_nothing_behind(model: Decoder, monkeypat
     engine = make_engine(model)
     run, calls = engine._runner.run, 0
 
-    def interrupted(chunks: Any) -> torch.Tensor:
+    def interrupted(chunks: Any, plan: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return run(chunks)
+        return run(chunks, plan)
 
     monkeypatch.setattr(engine._runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -179,13 +179,13 @@ def test_a_failing_step_loses_no_answer(model: Decoder, monkeypatch: pytest.Monk
         engine.add_request(request(name, max_new_tokens=length))
     run, calls = engine._runner.run, 0
 
-    def failing(chunks: Any) -> torch.Tensor:
+    def failing(chunks: Any, plan: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 3:
             engine.abort("dropped")
             raise MemoryError("out of memory")
-        return run(chunks)
+        return run(chunks, plan)
 
     monkeypatch.setattr(engine._runner, "run", failing)
     with pytest.raises(MemoryError):

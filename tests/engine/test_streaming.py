@@ -189,8 +189,8 @@ def test_an_answer_that_ends_at_once_is_one_delta(model: Decoder, byte_tokenizer
 
 
 def test_retraction_and_chunks_do_not_show_in_a_stream(model: Decoder) -> None:
-    wanted = [request(f"r{i}", [i + 1] * 12, seed=i, max_new_tokens=30, top_logprobs=1) for i in range(6)]
-    engine = make_engine(model, kv_tokens=256, prefill_chunk=5, page_size=8, new_token_ratio=0.1)
+    wanted = [request(f"r{i}", [i + 1] * 50, seed=i, max_new_tokens=30, top_logprobs=1) for i in range(6)]
+    engine = make_engine(model, kv_tokens=256, prefill_chunk=5, new_token_ratio=0.001)
     for one in wanted:
         engine.add_request(one)
     streams = {one.request_id: engine.watch(one.request_id) for one in wanted}

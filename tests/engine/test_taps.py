@@ -27,7 +27,7 @@ TAPS = ("final", "layer.0", "layer.1")
 @torch.no_grad()
 def trained_taps(model: Decoder, ids: list[int]) -> dict[str, torch.Tensor]:
     """All rows [len(ids), E] of each tap, from one packed call of the model."""
-    plan = packed_plan([len(ids)], group_size=model.spec.group_size, path=EXACT, dtype=model.dtype)
+    plan = packed_plan([len(ids)], path=EXACT)
     padding = [0] * (plan.num_rows - len(ids))
     taps = Taps(frozenset(TAPS))
     model(torch.tensor([*ids, *padding]), torch.tensor([[*range(len(ids)), *padding]]), plan, taps=taps)
@@ -53,7 +53,7 @@ def only(engine: Any, wanted: Any) -> GenerationOutput:
 
 
 @pytest.mark.parametrize("taps_from", [None, 0, 7, 18])
-@pytest.mark.parametrize("settings", [{}, {"prefill_chunk": 5, "page_size": 7}])
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk": 5, "page_size": 64}])
 def test_rows_are_those_of_the_training_forward(
     model: Decoder, taps_from: int | None, settings: dict[str, Any]
 ) -> None:

@@ -135,21 +135,34 @@ class PrefixCache:
     def evict(self, num_pages: int) -> int:
         """Let go of least recently used leaves until num_pages became free, or nothing is left to evict.
 
-        Leaves whose pages running sequences hold stay: giving them up would free nothing.
+        Leaves whose pages running sequences hold go last, and only where that frees what lies above them.
         """
         num_freed = 0
-        in_use: list[Node] = []
+        in_use: dict[int, Node] = {}
+        """By identity: the heap may name a leaf twice."""
         while num_freed < num_pages:
             leaf = self._pop_leaf()
             if leaf is None:
-                break
-            if self._holder.num_only_cached(leaf.pages):
-                num_freed += self._drop(leaf)
-            else:
-                in_use.append(leaf)
-        for leaf in in_use:
+                leaf = next((node for node in in_use.values() if self._hides_pages(node)), None)
+                if leaf is None:
+                    break
+                del in_use[id(leaf)]
+            elif not self._holder.num_only_cached(leaf.pages):
+                in_use[id(leaf)] = leaf
+                continue
+            num_freed += self._drop(leaf)
+        for leaf in in_use.values():
             self._push_leaf(leaf)
         return num_freed
+
+    def _hides_pages(self, leaf: Node) -> bool:
+        """Whether pages that no sequence holds lie above a leaf, and no lock below them."""
+        node = leaf.parent
+        while node is not None and node.parent is not None and not node.num_locks:
+            if self._holder.num_only_cached(node.pages):
+                return True
+            node = node.parent
+        return False
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """Forget one namespace, or all. Locked nodes are given up by their holders' next unlock."""

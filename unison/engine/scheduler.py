@@ -212,7 +212,9 @@ class Scheduler:
         finally:
             self._cache.unlock(match)
         # The prefix itself may stand in the way of the room the sequence needs: do without it.
-        return placed or (num_hits > 0 and self._take_pages(sequence, (), 0, version))
+        if placed or not num_hits or not self._fits_beside_others(sequence, (), 0):
+            return placed
+        return self._take_pages(sequence, (), 0, version)
 
     def _fits_beside_others(self, sequence: Sequence, cached: Items[int], num_hits: int) -> bool:
         """Whether what the sequence will need is there after what the running ones will."""

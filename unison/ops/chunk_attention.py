@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unison.ops.blocks import KEY_BLOCK, softmax_weights_, sum_counted, sum_in_order, wide
+from unison.ops.blocks import KEY_BLOCK, softmax_weights_, sum_counted, sum_stacked, wide
 from unison.ops.paged import LayerCache
 from unison.ops.plan import ChunkGroup
 
@@ -125,16 +125,24 @@ def _weights(q: Tensor, k: Tensor, group: ChunkGroup, queries: slice) -> tuple[T
     return weights, sum_counted(sums).unsqueeze(-1)
 
 
+def _weighted_sums(weights: Tensor, v: Tensor) -> Tensor:
+    """weights v [N, R, D], wide: the products of each block in the inputs' dtype, added up in order."""
+    num_matrices, num_rows, num_keys = weights.shape
+    by_block = weights.view(num_matrices, num_rows, -1, KEY_BLOCK).transpose(1, 2)
+    rows = v.new_empty(by_block.shape).copy_(by_block).view(-1, num_rows, KEY_BLOCK)
+    products = torch.bmm(rows, v.reshape(-1, KEY_BLOCK, v.shape[2]))
+    return sum_stacked(products.view(num_matrices, num_keys // KEY_BLOCK, -1), weights.dtype).view(
+        num_matrices, num_rows, -1
+    )
+
+
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ChunkGroup) -> Tensor:
         out = torch.empty_like(q)
         for queries, rows, num_keys in _pieces(group, q.shape[1], q.shape[0]):
             weights, sums = _weights(q[:, rows], k[:, :num_keys], group, queries)
-            weights = weights.to(q.dtype)
-            blocks = [slice(at, at + KEY_BLOCK) for at in range(0, num_keys, KEY_BLOCK)]
-            total = sum_in_order((torch.bmm(weights[..., block], v[:, block]) for block in blocks), sums.dtype)
-            out[:, rows] = total.div_(sums)
+            out[:, rows] = _weighted_sums(weights, v[:, :num_keys]).div_(sums)
         ctx.save_for_backward(q, k, v, out)
         ctx.group = group
         return out

@@ -40,7 +40,7 @@ class Circumstance:
 def circumstances(workload: Workload, page_size: int) -> list[Circumstance]:
     """All of them, for requests of ``workload``."""
     longest = max(len(prompt) + count for prompt, count in workload.items())
-    tight = -(-longest // page_size) * page_size + 2 * page_size
+    tight = -(-longest // page_size) * page_size + page_size
     room = 2 * sum(len(prompt) + count + page_size for prompt, count in workload.items())
     base = EngineConfig(page_size=page_size, kv_tokens=room, poison_freed_pages=True)
     chunked = _with(base, prefill_chunk=_LONGEST_CHUNK, max_batch_tokens=64)
@@ -52,7 +52,7 @@ def circumstances(workload: Workload, page_size: int) -> list[Circumstance]:
             Circumstance(
                 f"retracted and computed again, prefix cache {name}",
                 _with(short, prefix_cache=cache),
-                _plain,
+                plain_requests,
                 all_at_once,
                 lambda seen, _: seen.num_retracted > 0,
             )
@@ -61,11 +61,11 @@ def circumstances(workload: Workload, page_size: int) -> list[Circumstance]:
         Circumstance(
             "retracted several times",
             _with(short, prefix_cache=False, kv_tokens=4 * page_size),
-            lambda workload: _long_answers(workload, 150)[:6],
+            lambda workload: _long_answers(workload, 132)[:6],
             all_at_once,
             lambda seen, _: seen.most_retractions > 1,
         ),
-        Circumstance("aborted and resumed, again and again", chunked, _plain, resumed, _was_resumed),
+        Circumstance("aborted and resumed, again and again", chunked, plain_requests, resumed, _was_resumed),
         Circumstance("penalties, bias, masks, filters, forced tokens", chunked, _edited, all_at_once, _is_mixed),
         Circumstance(
             "overlap on", _with(base, overlap=True), _long_answers, one_by_one, lambda seen, _: seen.num_prepared > 0
@@ -128,27 +128,35 @@ def _run(engine: Engine, requests: Requests, seen: Witness, at_once: int) -> Ans
     return answers
 
 
-def _plain(workload: Workload) -> Requests:
+def plain_requests(workload: Workload) -> Requests:
     return workload.requests(0.7, len(workload.prompts))
+
+
+def plain_requests_hot(workload: Workload) -> Requests:
+    return workload.requests(1.0, len(workload.prompts))
 
 
 def _groups(workload: Workload) -> Requests:
     """Several samples of each of the longer prompts."""
-    longer = sorted(_plain(workload), key=lambda request: -len(request.prompt_ids))[: len(workload.prompts) // 4]
+    longer = sorted(plain_requests(workload), key=lambda request: -len(request.prompt_ids))[
+        : len(workload.prompts) // 8
+    ]
     return [
         replace(
             request,
             request_id=f"{request.request_id}/{k}",
             sampling=_change(request.sampling, seed=copy_seed(request.sampling.seed or 0, k)),
         )
-        for request in longer
+        for request in longest_first[: len(workload.prompts) // 8]
         for k in range(_NUM_COPIES)
     ]
 
 
 def _long_answers(workload: Workload, num_tokens: int = 70) -> Requests:
     """Short prompts whose answers grow over several pages together."""
-    shorter = sorted(_plain(workload), key=lambda request: len(request.prompt_ids))[: len(workload.prompts) // 2]
+    shorter = sorted(plain_requests(workload), key=lambda request: len(request.prompt_ids))[
+        : len(workload.prompts) // 2
+    ]
     return [replace(r, sampling=_change(r.sampling, max_new_tokens=num_tokens)) for r in shorter]
 
 
@@ -168,7 +176,7 @@ _SETTINGS: Sequence[dict[str, Any]] = (
 def _edited(workload: Workload) -> Requests:
     return [
         replace(request, sampling=_change(request.sampling, **_SETTINGS[i % len(_SETTINGS)]))
-        for i, request in enumerate(_plain(workload))
+        for i, request in enumerate(plain_requests(workload))
     ]
 
 

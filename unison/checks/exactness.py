@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 
-from unison.checks.circumstances import Circumstance, circumstances, temperatures
+from unison.checks.circumstances import (
+    Circumstance,
+    circumstances,
+    plain_requests,
+    plain_requests_hot,
+    temperatures,
+)
 from unison.checks.pairs import all_pairs
 from unison.checks.witness import Witness
-from unison.checks.workload import make_workload
+from unison.checks.workload import Workload, make_workload
 from unison.config.schema import EngineConfig
 from unison.core.records import GenerationOutput, GenerationRequest
 from unison.engine.engine import Engine
@@ -44,6 +50,7 @@ AXES: dict[str, Sequence[Any]] = {
     "cache": ("off", "cold", "warm"),
 }
 _NUM_ALONE = 6
+_REQUESTS: dict[float, Callable[[Workload], list[GenerationRequest]]] = {0.7: plain_requests, 1.0: plain_requests_hot}
 _PACK_TOKENS = 2048
 
 
@@ -124,22 +131,34 @@ class _Check:
         self._workload = make_workload(self._model.spec.vocab_size, tokenizer, self._count, longest)
         axes = AXES | {"batch": tuple(min(size, self._count) for size in AXES["batch"])}
         self.cells = all_pairs(axes)
+        self._answers: dict[Callable[[Workload], list[GenerationRequest]], list[GenerationOutput]] = {}
+        self._trainer_logprobs: dict[tuple[float, int], list[list[float]]] = {}
 
     def run(self) -> Iterator[Cell]:
-        references = {temperature: self._reference(temperature) for temperature in AXES["temperature"]}
         for axes in self.cells:
-            yield self._cell(axes, references[axes["temperature"]])
+            yield self._cell(axes)
         for circumstance in circumstances(self._workload, KEY_BLOCK):
             yield self._special(circumstance)
         yield self._control()
 
-    def _reference(self, temperature: float) -> list[tuple[list[int], list[float]]]:
-        """Tokens of a plain rollout and the *trainer's* log-probs of them, from one differently packed pass."""
-        outputs, _ = _generate(self._model, self._workload.requests(temperature, self._count), EXACT, EngineConfig())
-        logprobs = training_logprobs(self._trainer_model, outputs, temperature, EXACT)
-        return [(output.token_ids, values) for output, values in zip(outputs, logprobs, strict=True)]
+    def _plain(self, make: Callable[[Workload], list[GenerationRequest]]) -> list[GenerationOutput]:
+        """The requests answered undisturbed and without a cache; made once for those who share them."""
+        if make not in self._answers:
+            config = EngineConfig(prefix_cache=False, max_running=8)
+            self._answers[make], _ = _generate(self._model, make(self._workload), EXACT, config)
+        return self._answers[make]
 
-    def _cell(self, axes: dict[str, Any], reference: list[tuple[list[int], list[float]]]) -> Cell:
+    def _trained(self, temperature: float, threads: int) -> list[list[float]]:
+        """The *trainer's* log-probs of the workload's plain answers, by one packed pass for each number of threads."""
+        key = temperature, threads
+        if key not in self._trainer_logprobs:
+            with threads_set_to(threads):
+                self._trainer_logprobs[key] = training_logprobs(
+                    self._trainer_model, self._plain(_REQUESTS[temperature]), temperature, EXACT
+                )
+        return self._trainer_logprobs[key]
+
+    def _cell(self, axes: dict[str, Any]) -> Cell:
         count = min(_NUM_ALONE if axes["batch"] == 1 else self._count, self._count)
         requests = self._workload.requests(axes["temperature"], count)
         config = EngineConfig(
@@ -155,14 +174,18 @@ class _Check:
         with threads_set_to(axes["threads"]):
             warm = axes["cache"] == "warm"
             outputs, seen = _generate(self._model, requests, EXACT, config, axes["arrival"], warm)
-            trained = training_logprobs(self._trainer_model, outputs, axes["temperature"], EXACT)
+        temperature = axes["temperature"]
+        trained = self._trained(temperature, axes["threads"])[:count]
+        plain = self._plain(_REQUESTS[temperature])[:count]
+        tokens = [output.token_ids for output in plain]
+        reference = list(zip(tokens, self._trained(temperature, min(AXES["threads"])), strict=False))
         name = ", ".join(f"{key} {value}" for key, value in axes.items())
-        return _judge(name, outputs, trained, reference[:count], seen, occurred=seen.proves(axes, requests))
+        return _judge(name, outputs, trained, reference, seen, occurred=seen.proves(axes, requests))
 
     def _special(self, circumstance: Circumstance) -> Cell:
         """Requests that went through something, against the same ones alone and undisturbed."""
         requests = circumstance.requests(self._workload)
-        plain, _ = _generate(self._model, requests, EXACT, EngineConfig(prefix_cache=False, max_running=8))
+        plain = self._plain(circumstance.requests)
         engine = Engine(self._model, path=EXACT, config=circumstance.config)
         seen = Witness(engine)
         answers = circumstance.drive(engine, requests, seen)

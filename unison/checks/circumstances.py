@@ -138,9 +138,7 @@ def plain_requests_hot(workload: Workload) -> Requests:
 
 def _groups(workload: Workload) -> Requests:
     """Several samples of each of the longer prompts."""
-    longer = sorted(plain_requests(workload), key=lambda request: -len(request.prompt_ids))[
-        : len(workload.prompts) // 8
-    ]
+    longest_first = sorted(plain_requests(workload), key=lambda request: -len(request.prompt_ids))
     return [
         replace(
             request,
@@ -154,10 +152,9 @@ def _groups(workload: Workload) -> Requests:
 
 def _long_answers(workload: Workload, num_tokens: int = 70) -> Requests:
     """Short prompts whose answers grow over several pages together."""
-    shorter = sorted(plain_requests(workload), key=lambda request: len(request.prompt_ids))[
-        : len(workload.prompts) // 2
-    ]
-    return [replace(r, sampling=_change(r.sampling, max_new_tokens=num_tokens)) for r in shorter]
+    shortest_first = sorted(plain_requests(workload), key=lambda request: len(request.prompt_ids))
+    chosen = shortest_first[: len(workload.prompts) // 2]
+    return [replace(r, sampling=_change(r.sampling, max_new_tokens=num_tokens)) for r in chosen]
 
 
 _SETTINGS: Sequence[dict[str, Any]] = (

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from unison.models.decoder import Decoder
 from unison.models.loading import load_model
 from unison.models.numerics import NumericsChoice
 from unison.ops import chunk_attention
-from unison.ops.blocks import sum_in_order
+from unison.ops.blocks import sum_stacked
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.vocab import token_logprobs
 from unison.training.batch import micro_batches
@@ -88,12 +88,12 @@ def test_a_path_that_pads_too_little_fails(
 
 
 def test_blocks_summed_in_another_order_fail(tiny_model_dir: TinyModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def backwards(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-        return sum_in_order(reversed(list(parts)), dtype)
+    def backwards(parts: Tensor, dtype: torch.dtype) -> Tensor:
+        return sum_stacked(parts.flip(1), dtype)
 
     folder = tiny_model_dir("qwen3")
     monkeypatch.setattr(exactness, "choose_numerics", lambda *_: NumericsChoice(torch.float32, EXACT, ()))
-    monkeypatch.setattr(chunk_attention, "sum_in_order", backwards)
+    monkeypatch.setattr(chunk_attention, "sum_stacked", backwards)
     assert not run_few_cells(folder, monkeypatch, EXACT).passed
 
 

@@ -84,15 +84,15 @@ def test_a_cached_prompt_is_computed_again_as_far_as_its_rows_are_asked_for(mode
 
 @pytest.mark.parametrize("taps_from", [None, 4])
 def test_rows_survive_retraction_beside_those_who_ask_for_none(model: Decoder, taps_from: int | None) -> None:
-    engine = make_engine(model, kv_tokens=256, prefill_chunk=5, page_size=8, new_token_ratio=0.1)
+    engine = make_engine(model, kv_tokens=256, prefill_chunk=5, new_token_ratio=0.001)
     for i in range(8):
         asked = {"taps": TAPS[: 1 + i % 3], "taps_from": taps_from} if i % 4 else {}
-        engine.add_request(request(f"r{i}", [7, 8, 9, *range(i, i + 9)], seed=i, max_new_tokens=30, **asked))
+        engine.add_request(request(f"r{i}", [7, 8, 9, *range(i, i + 47)], seed=i, max_new_tokens=30, **asked))
     outputs = engine.run()
     assert engine.stats.num_retractions > 0
     for output in outputs:
         if output.sampling.taps:
-            assert_tapped(model, output, 11 if taps_from is None else taps_from, 12 + 30 - 1)
+            assert_tapped(model, output, 49 if taps_from is None else taps_from, 50 + 30 - 1)
         else:
             assert output.hidden_states == {}
     assert_idle(engine)

@@ -134,9 +134,9 @@ def test_an_update_from_another_thread_never_lands_inside_a_step(own_model: Deco
     seen: list[tuple[int, int]] = []
     compute = engine._runner.run
 
-    def watched(chunks: object) -> object:
+    def watched(*arguments: object) -> object:
         before = engine.weights.version
-        logits = compute(chunks)  # type: ignore[arg-type]
+        logits = compute(*arguments)  # type: ignore[arg-type]
         seen.append((before, engine.weights.version))
         return logits
 

@@ -173,8 +173,9 @@ def test_decoding_gives_the_rows_of_training_for_any_tables(
         assert len(blocks) == batch.num_blocks
         entries = range(batch.entries.start, batch.entries.stop)
         for block, i in zip(np.repeat(blocks, batch.degree), entries, strict=True):
-            number, sequence = divmod(int(group.places[i]), count)
-            if number == group.most_blocks:
+            place = i if group.places is None else int(group.places[i])
+            sequence, number = divmod(place, group.most_blocks)
+            if sequence == count:
                 continue
             assert sequences.tables[sequence][number] == block and group.members[i] == sequence
             visible = int((group.mask[i] == 0).sum())

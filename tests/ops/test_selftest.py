@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unison.ops import attention as attention_ops
 from unison.ops import basic, chunk_attention, paged, selftest
-from unison.ops.blocks import sum_in_order
+from unison.ops.blocks import sum_stacked
 from unison.ops.packed import PackedWeight, can_pack
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.selftest import Shapes, packing_failures, run_selftest
@@ -80,30 +80,27 @@ def test_models_of_few_heads_pass(shapes: tuple[int, int, int], dtype: str) -> N
     assert run_selftest(dtype, small).failures == ()
 
 
-def in_a_row(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+def in_a_row(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """A sum without the tree: other bits from the tenth block on."""
-    first, *others = parts
-    total = first.to(dtype, copy=True)
-    for part in others:
-        total.add_(part)
+    total = parts[:, 0].to(dtype, copy=True)
+    for i in range(1, parts.shape[1]):
+        total.add_(parts[:, i])
     return total
 
 
-@pytest.mark.parametrize(("module", "name"), [(chunk_attention, "sum_in_order"), (paged, "sum_stacked")])
-def test_blocks_summed_in_another_order_are_found(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
-) -> None:
-    monkeypatch.setattr(module, name, in_a_row)
+@pytest.mark.parametrize("module", [chunk_attention, paged])
+def test_blocks_summed_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    monkeypatch.setattr(module, "sum_stacked", in_a_row)
     failures = run_selftest("float32", SMALL).failures
     assert failures and all(failure.startswith("attention, ") for failure in failures)
 
 
-def test_products_over_more_keys_than_a_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pairwise(blocks: Iterable[Tensor], total: torch.dtype) -> Tensor:
-        parts = list(blocks)
-        return sum_in_order([sum_in_order(parts[i : i + 2], total) for i in range(0, len(parts), 2)], total)
+def test_sums_over_more_keys_than_a_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pairwise(parts: Tensor, dtype: torch.dtype) -> Tensor:
+        pairs = [sum_stacked(parts[:, i : i + 2], dtype) for i in range(0, parts.shape[1], 2)]
+        return sum_stacked(torch.stack(pairs, dim=1), dtype)
 
-    monkeypatch.setattr(chunk_attention, "sum_in_order", pairwise)
+    monkeypatch.setattr(chunk_attention, "sum_stacked", pairwise)
     failures = run_selftest("float32", SMALL).failures
     assert any(failure.startswith("attention, chunk of 1, 390 keys") for failure in failures), failures
 

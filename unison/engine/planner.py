@@ -20,10 +20,9 @@ from unison.engine.sequence import Sequence
 from unison.ops.blocks import KEY_BLOCK, num_blocks
 from unison.ops.padding import NumericsPath
 from unison.ops.paged import decode_group
-from unison.ops.plan import AttentionPlan, ChunkGroup, output_index, padded_rows, similar
+from unison.ops.plan import QUERY_MULTIPLE, AttentionPlan, ChunkGroup, output_index, padded_rows, similar
 
 _MOST_GROUP_ROWS = 8192
-_QUERY_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def _chunk_groups(spans: Items[Span], tables: Items[list[int]], segments: Items[
         padded = [tables[i][: blocks[i]] + tables[i][:1] * (most - blocks[i]) for i in members]
         groups.append(
             ChunkGroup(
-                padded_rows([segments[i] for i in members], _QUERY_MULTIPLE),
+                padded_rows([segments[i] for i in members], QUERY_MULTIPLE),
                 torch.tensor(padded),
                 torch.tensor([spans[i].start for i in members]),
                 most * KEY_BLOCK,

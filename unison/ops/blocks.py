@@ -8,8 +8,6 @@ by one, together, in other company, or by another part of the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,40 +27,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def sum_in_order(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum of block results given in order: eight neighbours one after the other, then eight such sums, and so on.
-
-    Equal to ``sum_stacked`` to the bit. Raises ValueError where there are no parts.
-    """
-    sums: list[Tensor] = []
-    counts: list[int] = []
-    for part in parts:
-        level, carried = 0, part
-        while True:
-            if level == len(sums):
-                sums.append(carried.to(dtype, copy=True))
-                counts.append(1)
-            elif counts[level] == 0:
-                sums[level] = carried.to(dtype, copy=True)
-                counts[level] = 1
-            else:
-                sums[level].add_(carried)
-                counts[level] += 1
-            if counts[level] < _FAN_IN:
-                break
-            counts[level], carried, level = 0, sums[level], level + 1
-    if not sums:
-        raise ValueError("there is nothing to sum")
-    total: Tensor | None = None
-    for held, count in zip(sums, counts, strict=True):
-        if count:
-            total = held if total is None else held.add_(total)
-    assert total is not None  # the last part ended in some level
-    return total
-
-
 def sum_stacked(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of block results [B, blocks, X] over the blocks in the tree of ``sum_in_order``.
+    """Sum of block results [B, blocks, X] over the blocks: eight neighbours in order, then eight such sums, and so on.
 
     Zeros at the end change nothing. Additions are spelt out: the order inside torch.sum depends on the shape.
     """

@@ -72,7 +72,7 @@ def packed_plan(lengths: Sequence[int], *, path: NumericsPath, max_group_rows: i
     first = torch.zeros(1, dtype=torch.int64)
     groups = []
     for members in similar(lengths, lengths, max_group_rows):
-        query_rows = padded_rows([segments[i] for i in members], 8)
+        query_rows = padded_rows([segments[i] for i in members], QUERY_MULTIPLE)
         keys = padded_rows([segments[i] for i in members], KEY_BLOCK)
         groups.append(ChunkGroup(query_rows, keys, first, keys.shape[1], in_pool=False))
     num_rows = path.pad_rows(at)
@@ -90,7 +90,7 @@ def similar(counts: Sequence[int], num_keys: Sequence[int], max_rows: int) -> li
     for i in range(len(counts)):
         if groups:
             together = [*groups[-1], i]
-            queries = max(counts[j] for j in together)
+            queries = -(-max(counts[j] for j in together) // QUERY_MULTIPLE) * QUERY_MULTIPLE
             padded = queries * max(num_keys[j] for j in together) * len(together)
             needed = sum(counts[j] * num_keys[j] for j in together)
             small = padded <= _SMALL * len(together)
@@ -101,6 +101,8 @@ def similar(counts: Sequence[int], num_keys: Sequence[int], max_rows: int) -> li
     return groups
 
 
+QUERY_MULTIPLE = 8
+"""Queries of a sequence in a chunk group, padding included, are a multiple of it."""
 _SMALL = 64 * 64
 """Queries times keys below which a sequence costs less than one more call."""
 _MOST_PADDING = 1.5

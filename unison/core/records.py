@@ -102,7 +102,7 @@ class HiddenRows:
     """Values in a row: the model's hidden size."""
     dtype: str
     """The model's own: ``float32``, ``bfloat16``."""
-    data: bytes
+    data: bytes = field(repr=False)
     """Row after row, in the machine's byte order."""
 
 

@@ -165,7 +165,9 @@ def test_decoding_gives_the_rows_of_training_for_any_tables(
     out, group = decoded(sequences, dtype)
     assert torch.equal(out, torch.stack([one[-1] for one in sequences.trained()]))
     # Each block of each sequence is computed once, under its own keys; what else is multiplied goes nowhere.
-    count = group.num_sequences
+    in_classes = range(group.num_sequences) if group.order is None else group.order.argsort().tolist()
+    room = [blocks for count, blocks in group.classes for _ in range(count)]
+    owners = [(b, n) for b, blocks in zip(in_classes, room, strict=True) for n in range(blocks)]
     seen: Counter[tuple[int, int]] = Counter()
     for batch in group.batches:
         start, stop = (batch.blocks.start, batch.blocks.stop) if isinstance(batch.blocks, slice) else (0, 0)
@@ -174,10 +176,11 @@ def test_decoding_gives_the_rows_of_training_for_any_tables(
         entries = range(batch.entries.start, batch.entries.stop)
         for block, i in zip(np.repeat(blocks, batch.degree), entries, strict=True):
             place = i if group.places is None else int(group.places[i])
-            sequence, number = divmod(place, group.most_blocks)
-            if sequence == count:
+            if place == len(owners):
                 continue
-            assert sequences.tables[sequence][number] == block and group.members[i] == sequence
+            sequence, number = owners[place]
+            rank = sequence if group.order is None else int(group.order[sequence])
+            assert sequences.tables[sequence][number] == block and group.members[i] == rank
             visible = int((group.mask[i] == 0).sum())
             assert visible == min(KEY_BLOCK, sequences.lengths[sequence] - number * KEY_BLOCK)
             seen[sequence, number] += 1
@@ -282,3 +285,13 @@ def test_a_plan_that_reads_the_pool_needs_the_pool() -> None:
     for plan in (decode, AttentionPlan(8, EXACT, [group])):
         with pytest.raises(ValueError, match="no cache"):
             attention(q[: plan.num_rows], k[: plan.num_rows], v[: plan.num_rows], plan, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_sequences_among_short_ones_are_summed_apart_and_alike(dtype: torch.dtype) -> None:
+    lengths = [5, 70, 900, 3, 64, 65, 1500, 20, 260, *([7] * 60)]
+    sequences = make_sequences([(0, lengths), (3, [1, 40, 700])], (4, 2, 32), dtype)
+    out, group = decoded(sequences, dtype)
+    assert len(group.classes) > 2 and group.order is not None
+    assert sum(count * blocks for count, blocks in group.classes) < len(sequences.lengths) * 24 / 3
+    assert torch.equal(out, torch.stack([one[-1] for one in sequences.trained()]))

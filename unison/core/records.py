@@ -63,6 +63,18 @@ def last_runs(runs: Sequence[VersionRun], count: int) -> list[VersionRun]:
     return found[::-1]
 
 
+def older_runs(first: Sequence[VersionRun], second: Sequence[VersionRun]) -> list[VersionRun]:
+    """For each token the older of its two versions; of the longer list alone where the other has ended."""
+    if not first or not second:
+        return list(first or second)
+    one, other = expand_runs(first), expand_runs(second)
+    longer = one if len(one) > len(other) else other
+    older: list[VersionRun] = []
+    for version in (*map(min, one, other), *longer[min(len(one), len(other)) :]):
+        extend_runs(older, version, 1)
+    return older
+
+
 def expand_runs(runs: Sequence[VersionRun]) -> list[int]:
     return [run.version for run in runs for _ in range(run.count)]
 

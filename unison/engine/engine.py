@@ -303,7 +303,12 @@ class Engine:
             plan = self._planner.take(chunks)
             if self.config.overlap:
                 self._planner.prepare(self.scheduler.running, chunks)
-            failures = self._process(chunks, *self._runner.run(chunks, plan))
+            try:
+                failures = self._process(chunks, *self._runner.run(chunks, plan))
+            except BaseException:
+                for chunk in chunks:
+                    chunk.sequence.take_back_last()
+                raise
             self.stats.num_prepared_steps = self._planner.num_prepared
             self._collect()
             if failures:

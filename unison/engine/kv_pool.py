@@ -94,10 +94,10 @@ class KvPool:
         pages = np.flatnonzero(self._references == 0)[:count]
         if len(pages) < count:
             return None
-        self._references[pages] = 1
-        self._owners[pages] = 1
         # Attention reads whole blocks and masks the tail; a mask does not stop 0 x NaN.
         self._fill(pages, 0.0)
+        self._references[pages] = 1
+        self._owners[pages] = 1
         return [int(page) for page in pages]
 
     def share(self, pages: Sequence[int]) -> None:

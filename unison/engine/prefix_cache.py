@@ -295,10 +295,26 @@ class PrefixCache:
 
 def _common(node_tokens: Sequence[TokenKey], tokens: Sequence[TokenKey], at: int, end: int) -> int:
     """Length of the common prefix of node_tokens and tokens[at:end]."""
-    longest = min(len(node_tokens), end - at)
-    if list(tokens[at : at + longest]) == node_tokens[:longest]:
-        return longest
-    for i in range(longest):
-        if node_tokens[i] != tokens[at + i]:
-            return i
-    return longest
+    return common_prefix(node_tokens, tokens, 0, at, min(len(node_tokens), end - at))
+
+
+def common_prefix(
+    first: Sequence[TokenKey], second: Sequence[TokenKey], first_at: int, second_at: int, longest: int
+) -> int:
+    """How many of the next ``longest`` tokens from first_at and second_at on are equal, before one that is not.
+
+    By halves, for whole stretches are compared many times faster than one by one.
+    """
+    count = 0
+    while longest > 0:
+        half = (longest + 1) // 2
+        one = first[first_at + count : first_at + count + half]
+        other = second[second_at + count : second_at + count + half]
+        if list(one) == list(other):
+            count += half
+            longest -= half
+        elif half == 1:
+            break
+        else:
+            longest = half - 1 if half > 1 else 0
+    return count

@@ -19,7 +19,7 @@ from unison.core.errors import RequestError
 from unison.engine.estimate import NewTokenRatio
 from unison.engine.kv_pool import KvPool
 from unison.engine.policy import admission_order
-from unison.engine.prefix_cache import PrefixCache
+from unison.engine.prefix_cache import PrefixCache, common_prefix
 from unison.engine.sequence import Sequence
 from unison.ops.blocks import num_blocks
 
@@ -158,6 +158,8 @@ class Scheduler:
 
     def _admit(self, version: int) -> Generator[Sequence, None, None]:
         """Waiting sequences that may run now, oldest first; each is running when it is yielded."""
+        if len(self.running) >= self._config.max_running:
+            return
         held_back: list[Sequence] = []
         arrived = list(self.waiting)
         self.waiting = deque(admission_order(self.waiting, self._config.policy, lambda s: self._num_found(s, version)))
@@ -167,9 +169,10 @@ class Scheduler:
                 if self._prompt_is_under_way(sequence, version):
                     held_back.append(sequence)
                     continue
+                held_back.append(sequence)
                 if not self._place(sequence, version):
-                    held_back.append(sequence)
                     break
+                held_back.pop()
                 self.running.append(sequence)
                 yield sequence
         finally:
@@ -206,13 +209,15 @@ class Scheduler:
         num_hits = sequence.usable_hits(match.num_tokens)
         if not self._fits_beside_others(sequence, match.pages, num_hits):
             return False
+        if not num_hits:
+            return self._take_pages(sequence, (), 0, version)
         self._cache.lock(match)
         try:
             placed = self._take_pages(sequence, match.pages, num_hits, version)
         finally:
             self._cache.unlock(match)
         # The prefix itself may stand in the way of the room the sequence needs: do without it.
-        if placed or not num_hits or not self._fits_beside_others(sequence, (), 0):
+        if placed or not self._fits_beside_others(sequence, (), 0):
             return placed
         return self._take_pages(sequence, (), 0, version)
 
@@ -229,15 +234,21 @@ class Scheduler:
     def _take_pages(self, sequence: Sequence, cached: Items[int], num_hits: int, version: int) -> bool:
         """Share whole cached pages, copy the rest of the hit into the first new one."""
         whole, rest = divmod(num_hits, self._pool.page_size)
-        shared = list(cached[:whole])
-        self._pool.share(shared)
-        pages = self._allocate(self._pool.pages_for(len(sequence.token_ids)) - whole)
+        held = list(cached[:whole])
+        self._pool.share(held)
+        try:
+            pages = self._allocate(self._pool.pages_for(len(sequence.token_ids)) - whole)
+            if pages is not None:
+                held += pages
+                if rest:
+                    self._pool.copy(cached[whole], pages[0], rest)
+        except BaseException:
+            self._pool.free(held)
+            raise
         if pages is None:
-            self._pool.free(shared)
+            self._pool.free(held)
             return False
-        if rest:
-            self._pool.copy(cached[whole], pages[0], rest)
-        sequence.pages = shared + pages
+        sequence.pages = held
         sequence.take_from_cache(num_hits, version)
         return True
 
@@ -262,9 +273,5 @@ def _most_usable(sequence: Sequence) -> int:
 
 def _num_shared(sequence: Sequence, other: Sequence) -> int:
     """Length of the common prefix with the prompt that ``other`` is computing."""
-    count = 0
-    for own, theirs in zip(sequence.token_ids[:-1], other.token_ids, strict=False):
-        if own != theirs:
-            break
-        count += 1
-    return count
+    own, theirs = sequence.token_ids, other.token_ids
+    return common_prefix(own, theirs, 0, 0, min(len(own) - 1, len(theirs)))

@@ -9,6 +9,7 @@ from unison.core.records import (
     TokenLogprob,
     VersionRun,
     extend_runs,
+    older_runs,
 )
 from unison.engine.logit_edits import LogitEdits
 from unison.engine.sampler import SamplerRow
@@ -48,6 +49,10 @@ class Sequence:
         """Tokens that were there when the request came; those after them are sampled here."""
         self.num_cached = 0
         self.num_retractions = 0
+        self._num_sampled_before = 0
+        """Tokens sampled before the sequence was placed in memory this time."""
+        self._read_versions: list[VersionRun] = []
+        """Versions of lost keys and values that some sampled token had read."""
         self.num_passed_over = 0
         """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
@@ -147,6 +152,10 @@ class Sequence:
     def push_back(self) -> None:
         """The sequence lost its place in memory; its keys and values will be computed or found again."""
         self.num_retractions += 1
+        # Drawn over keys of one version, tokens are that version's alone; over several, that has to be told.
+        if len(self.kv_versions) > 1 and len(self.logprobs) > self._num_sampled_before:
+            self._read_versions = older_runs(self._read_versions, self.kv_versions)
+        self._num_sampled_before = len(self.logprobs)
         self.pages = []
         self.num_cached = 0
         self.kv_versions = []
@@ -154,6 +163,13 @@ class Sequence:
     def record_cached(self, count: int, version: int) -> None:
         self.num_cached += count
         extend_runs(self.kv_versions, version, count)
+
+    def take_back_last(self) -> None:
+        """Nothing came of the step that computed the last token: it is computed again."""
+        if self.pages and self.num_uncached == 0:
+            self.num_cached -= 1
+            last = self.kv_versions.pop()
+            extend_runs(self.kv_versions, last.version, last.count - 1)
 
     def sampler_row(self) -> SamplerRow:
         """What the sampler needs to draw the next token."""
@@ -192,7 +208,7 @@ class Sequence:
             matched_stop=self.matched_stop,
             seed=self.seed,
             weight_versions=self.weight_versions,
-            kv_versions=self.kv_versions,
+            kv_versions=older_runs(self._read_versions, self.kv_versions),
             sampling=self.request.sampling,
             num_cached_tokens=self.num_cache_hits,
             top_logprobs=self.top_logprobs if self.request.sampling.top_logprobs else [],

@@ -29,6 +29,7 @@ _BRIDGED_BLOCKS = 16
 _MOST_RUNS = 4
 _SPAN_OVER_COPY = 2.5
 """Copying a block together with others costs about as much as multiplying this many."""
+_PLACES_TO_SPARE = 256
 _Array = np.ndarray[Any, Any]
 
 
@@ -51,16 +52,19 @@ class BlockBatch:
 class DecodeGroup:
     """The decoding sequences of a step, one query each: the first rows of the packed batch.
 
-    members [E]: sequence of each entry. places [E]: sequence * C + (block of the sequence), or B * C for what is
-    multiplied along without use; None where that counts 0, 1, 2, ... to B * C. mask [E, 1, L]: -inf at keys behind
-    the query, else 0.
+    classes: (sequences, blocks C set aside for each) of sequences of similar length, which are summed together.
+    members [E]: sequence of each entry, counted through the classes. places [E]: where the entry goes among all
+    places of all classes, or behind them for what is multiplied along without use; None where that counts 0, 1, 2, ...
+    order [B]: where the sequence stands in the classes; None where they keep the order. mask [E, 1, L]: -inf at keys
+    behind the query, else 0.
     """
 
     num_sequences: int
-    most_blocks: int
+    classes: list[tuple[int, int]]
     batches: list[BlockBatch]
     members: Tensor
     places: Tensor | None
+    order: Tensor | None
     mask: Tensor
 
 
@@ -70,7 +74,7 @@ def decode_group(tables: Sequence[Sequence[int]], lengths: Sequence[int], dtype:
     A table may be longer than its keys need. dtype: that of the model.
     """
     counts = np.array([num_blocks(length) for length in lengths])
-    num_sequences, most = len(counts), int(counts.max())
+    num_sequences = len(counts)
     blocks = np.concatenate(
         [np.asarray(table[:count], dtype=np.int64) for table, count in zip(tables, counts, strict=True)]
     )
@@ -88,14 +92,19 @@ def decode_group(tables: Sequence[Sequence[int]], lengths: Sequence[int], dtype:
             batches.append(_batch(run, degree, at, sources[-1], sequence))
     source = np.concatenate(sources)
     used = source >= 0
-    place = np.where(used, sequence[source] * most + number[source], most * num_sequences)
-    in_order = len(place) == most * num_sequences and bool((place == np.arange(len(place))).all())
+    in_classes, classes = _classes(counts)
+    rank = np.argsort(in_classes)
+    room = np.repeat([blocks for _, blocks in classes], [count for count, _ in classes])
+    num_places = int(room.sum())
+    place = np.where(used, (np.cumsum(room) - room)[rank][sequence[source]] + number[source], num_places)
+    in_order = len(place) == num_places and bool((place == np.arange(num_places)).all())
     return DecodeGroup(
         num_sequences,
-        most,
+        classes,
         batches,
-        torch.from_numpy(np.where(used, sequence[source], 0)),
-        None if in_order else torch.from_numpy(place),
+        torch.from_numpy(np.where(used, rank[sequence[source]], 0)),
+        None if in_order and len(classes) == 1 else torch.from_numpy(place),
+        None if len(classes) == 1 else torch.from_numpy(rank),
         _tails(wide(dtype)).index_select(0, torch.from_numpy(np.where(used, keys[source], KEY_BLOCK))),
     )
 
@@ -108,15 +117,15 @@ def attend_decode(
     q = q_THD[:num_sequences].reshape(num_sequences, num_heads * head_dim)
     num_kv_heads = cache[0].shape[1]
     scores = [_scores(q, cache[0], batch, num_kv_heads, path) for batch in group.batches]
-    joined = scores[0] if len(scores) == 1 else torch.cat(scores)
-    weights = torch.add(group.mask, joined, alpha=head_dim**-0.5)
-    maxima = _by_sequence(weights.amax(-1), group, float("-inf")).amax(1)
+    weights = torch.add(group.mask, _joined(scores), alpha=head_dim**-0.5)
+    maxima = _joined([part.amax(1) for part in _by_sequence(weights.amax(-1), group, float("-inf"))])
     weights = softmax_weights_(weights, maxima.index_select(0, group.members).unsqueeze(-1))
-    sums = sum_counted(_by_sequence(weights.sum(-1), group, 0.0).transpose(1, 2))
+    sums = _joined([sum_counted(part.transpose(1, 2)) for part in _by_sequence(weights.sum(-1), group, 0.0)])
     parts = [_products(weights[batch.entries], cache[1], batch, path, q.dtype) for batch in group.batches]
-    products = _by_sequence(parts[0] if len(parts) == 1 else torch.cat(parts), group, 0.0)
-    total = sum_stacked(products, weights.dtype).view(num_sequences, num_heads, head_dim)
-    out = total.div_(sums.unsqueeze(-1)).to(q.dtype).view(num_sequences, num_heads * head_dim)
+    products = _joined([sum_stacked(part, weights.dtype) for part in _by_sequence(_joined(parts), group, 0.0)])
+    total = products.view(num_sequences, num_heads, head_dim).div_(sums.unsqueeze(-1))
+    out = total.to(q.dtype).view(num_sequences, num_heads * head_dim)
+    out = out if group.order is None else out.index_select(0, group.order)
     return out if num_rows in (None, num_sequences) else F.pad(out, (0, 0, 0, num_rows - num_sequences))
 
 
@@ -172,15 +181,37 @@ def _pool_blocks(held_PKLD: Tensor, batch: BlockBatch) -> Tensor:
     return chosen.view(-1, *held_PKLD.shape[2:])
 
 
-def _by_sequence(entries_EX: Tensor, group: DecodeGroup, fill: float) -> Tensor:
-    """[B, C, X]: the entries of each sequence in order of their blocks, and fill where it has fewer."""
+def _by_sequence(entries_EX: Tensor, group: DecodeGroup, fill: float) -> list[Tensor]:
+    """[B, C, X] of each class: the entries of its sequences in order of their blocks, and fill where one has fewer."""
     width = entries_EX.shape[1]
     if group.places is None:
-        return entries_EX.view(group.num_sequences, group.most_blocks, width)
-    num_places = group.most_blocks * group.num_sequences
-    out = entries_EX.new_full((num_places + 1, width), fill)
+        return [entries_EX.view(*group.classes[0], width)]
+    sizes = [count * blocks for count, blocks in group.classes]
+    out = entries_EX.new_full((sum(sizes) + 1, width), fill)
     out.index_copy_(0, group.places, entries_EX)
-    return out[:num_places].view(group.num_sequences, group.most_blocks, width)
+    if len(sizes) == 1:
+        return [out[: sizes[0]].view(*group.classes[0], width)]
+    parts = torch.split(out[:-1], sizes)
+    return [part.view(*shape, width) for part, shape in zip(parts, group.classes, strict=True)]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _classes(counts: _Array) -> tuple[_Array, list[tuple[int, int]]]:
+    """Sequences in the order of their classes, and (sequences, blocks set aside for each) of every class.
+
+    Summing sets as many places aside for each sequence of a class as its longest needs.
+    """
+    if counts.max() * len(counts) <= _PLACES_TO_SPARE + 2 * counts.sum():
+        return np.arange(len(counts)), [(len(counts), int(counts.max()))]
+    # A factor of four between neighbours: few classes, and at most four times the places.
+    classes = np.ceil(np.log2(counts) / 2).astype(np.int64)
+    order = np.argsort(classes, kind="stable")
+    _, starts, sizes = np.unique(classes[order], return_index=True, return_counts=True)
+    shapes = [(int(n), int(counts[order[at : at + n]].max())) for at, n in zip(starts, sizes, strict=True)]
+    return order, shapes
 
 
 def _rounded(degrees: _Array) -> _Array:

@@ -87,17 +87,19 @@ def similar(counts: Sequence[int], num_keys: Sequence[int], max_rows: int) -> li
     counts: queries of each. A group's cost is that of its longest member times their number.
     """
     groups: list[list[int]] = []
-    for i in range(len(counts)):
-        if groups:
-            together = [*groups[-1], i]
-            queries = -(-max(counts[j] for j in together) // QUERY_MULTIPLE) * QUERY_MULTIPLE
-            padded = queries * max(num_keys[j] for j in together) * len(together)
-            needed = sum(counts[j] * num_keys[j] for j in together)
-            small = padded <= _SMALL * len(together)
-            if queries * len(together) <= max_rows and (small or padded <= _MOST_PADDING * needed):
-                groups[-1] = together
-                continue
-        groups.append([i])
+    most_queries = most_keys = needed = 0
+    for i, (count, keys) in enumerate(zip(counts, num_keys, strict=True)):
+        queries = max(most_queries, -(-count // QUERY_MULTIPLE) * QUERY_MULTIPLE)
+        longest, work = max(most_keys, keys), needed + count * keys
+        together = len(groups[-1]) + 1 if groups else 1
+        padded = queries * longest * together
+        fits = queries * together <= max_rows and (padded <= _SMALL * together or padded <= _MOST_PADDING * work)
+        if groups and fits:
+            groups[-1].append(i)
+            most_queries, most_keys, needed = queries, longest, work
+        else:
+            groups.append([i])
+            most_queries, most_keys, needed = -(-count // QUERY_MULTIPLE) * QUERY_MULTIPLE, keys, count * keys
     return groups
 
 

@@ -1,6 +1,6 @@
 """Tokens per second of rollouts: our engine, exact and fast, beside transformers' ``generate``.
 
-usage: rollout.py --workload FILE [--model M] [--dtype D] [--threads N] [--rounds N]
+usage: rollout.py --workload FILE [--model M] [--dtype D] [--threads N] [--rounds N] [--only VARIANT ...]
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=VARIANTS, nargs="+", default=VARIANTS, help="variants to compare")
     parser.add_argument("--variant", choices=VARIANTS, help="run one variant here (used by the script itself)")
     options = parser.parse_args()
     if options.variant is None:
         arguments = ["--workload", options.workload, "--model", options.model, "--dtype", options.dtype]
-        compare(__file__, VARIANTS, [*arguments, "--threads", str(options.threads)], options.rounds, "tokens")
+        compare(__file__, options.only, [*arguments, "--threads", str(options.threads)], options.rounds, "tokens")
         return
     import torch
 

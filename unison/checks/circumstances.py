@@ -34,7 +34,7 @@ class Circumstance:
     config: EngineConfig
     requests: Callable[[Workload], Requests]
     drive: Callable[[Engine, Requests, Witness], Answers]
-    occurred: Callable[[Witness, Requests], bool]
+    occurred: Callable[[Witness, Answers], bool]
 
 
 def circumstances(workload: Workload, page_size: int) -> list[Circumstance]:
@@ -74,12 +74,12 @@ def circumstances(workload: Workload, page_size: int) -> list[Circumstance]:
 
 
 def all_at_once(engine: Engine, requests: Requests, seen: Witness) -> Answers:
-    return _run(engine, requests, seen, len(requests))
+    return send(engine, requests, seen, len(requests))
 
 
 def one_by_one(engine: Engine, requests: Requests, seen: Witness) -> Answers:
     """One request more at each step."""
-    return _run(engine, requests, seen, 1)
+    return send(engine, requests, seen, 1)
 
 
 def resumed(engine: Engine, requests: Requests, seen: Witness) -> Answers:
@@ -112,7 +112,8 @@ def _join(answers: Answers, output: GenerationOutput) -> None:
     answers[output.request_id] = output
 
 
-def _run(engine: Engine, requests: Requests, seen: Witness, at_once: int) -> Answers:
+def send(engine: Engine, requests: Requests, seen: Witness, at_once: int) -> Answers:
+    """``at_once`` requests more at each step, until all are answered."""
     answers: Answers = {}
     pending = list(requests)
     while pending or engine.has_work:
@@ -181,23 +182,40 @@ def _change(sampling: SamplingParams, **changes: Any) -> SamplingParams:
     return replace(sampling, **changes)
 
 
-def _was_forked(seen: Witness, requests: Requests) -> bool:
+def _was_forked(seen: Witness, answers: Answers) -> bool:
     """Copies shared pages, and no prompt was computed twice but for the token whose logits each copy needs."""
-    distinct = {request.prompt_ids for request in requests}
-    most = sum(len(prompt) for prompt in distinct) + len(requests) - len(distinct)
+    distinct = {answer.prompt_ids for answer in answers.values()}
+    most = sum(len(prompt) for prompt in distinct) + len(answers) - len(distinct)
     return seen.most_shared_pages > 0 and seen.num_prefilled <= most
 
 
-def _was_shared(seen: Witness, requests: Requests) -> bool:
+def _was_shared(seen: Witness, answers: Answers) -> bool:
     return seen.most_shared_pages > 0 and seen.num_hits > 0 and seen.num_joined > 0
 
 
-def _was_resumed(seen: Witness, requests: Requests) -> bool:
-    return seen.num_resumed > len(requests) // 2
+def _was_resumed(seen: Witness, answers: Answers) -> bool:
+    return seen.num_resumed > len(answers) // 2
 
 
-def _is_mixed(seen: Witness, requests: Requests) -> bool:
-    return len(requests) >= len(_SETTINGS)
+def _is_mixed(seen: Witness, answers: Answers) -> bool:
+    """Masks and forced tokens show in the ids; the others were asked for by some answer, and T = 0 too."""
+    asked = [answer.sampling for answer in answers.values()]
+    obeyed = all(
+        set(answer.token_ids) <= set(answer.sampling.allowed_token_ids or answer.token_ids)
+        and not set(answer.token_ids) & set(answer.sampling.forbidden_token_ids)
+        and _begins_forced(answer)
+        for answer in answers.values()
+    )
+    return obeyed and all(any(_has(sampling, settings) for sampling in asked) for settings in _SETTINGS)
+
+
+def _begins_forced(answer: GenerationOutput) -> bool:
+    forced = answer.sampling.forced_ids
+    return tuple(answer.token_ids[: len(forced)]) == tuple(forced[: len(answer.token_ids)])
+
+
+def _has(sampling: SamplingParams, settings: dict[str, Any]) -> bool:
+    return all(getattr(sampling, name) == value for name, value in settings.items())
 
 
 def _with(config: EngineConfig, **changes: Any) -> EngineConfig:

@@ -20,6 +20,7 @@ from unison.checks.circumstances import (
     circumstances,
     plain_requests,
     plain_requests_hot,
+    send,
     temperatures,
 )
 from unison.checks.pairs import all_pairs
@@ -197,7 +198,7 @@ class _Check:
             trained |= {output.request_id: own for output, own in zip(chosen, values, strict=True)}
         in_order = [trained[request.request_id] for request in requests]
         reference = [(output.token_ids, own) for output, own in zip(plain, in_order, strict=True)]
-        occurred = circumstance.occurred(seen, requests)
+        occurred = circumstance.occurred(seen, answers)
         return _judge(circumstance.name, outputs, in_order, reference, seen, occurred=occurred)
 
     def _control(self) -> Cell:
@@ -257,20 +258,9 @@ def _generate(
             engine.add_request(request)
         engine.run()
     seen = Witness(engine)
-    outputs: dict[str, GenerationOutput] = {}
-    pending = list(reversed(requests)) if arrival == "reversed" else list(requests)
     # Few at a time, but enough for the batch to fill up before the first ones end.
     at_once = max(3, len(requests) // 8) if arrival == "staggered" else len(requests)
-    while pending or engine.has_work:
-        for request in pending[:at_once]:
-            engine.add_request(request)
-            seen.arrival()
-        del pending[:at_once]
-        for output in engine.step():
-            outputs[output.request_id] = output
-            seen.answer(output)
-        seen.step()
-        engine.check()
+    outputs = send(engine, requests[::-1] if arrival == "reversed" else requests, seen, at_once)
     return [outputs[request.request_id] for request in requests], seen
 
 

@@ -32,6 +32,8 @@ def values(field: Field) -> st.SearchStrategy[Any]:
             plain = st.dictionaries(TEXT.filter(bool), st.one_of(TEXT, *NUMBERS.values()), max_size=3)
         case "integer" if "multiple of 64" in field.bounds:
             plain = st.integers(1, 64).map(lambda count: 64 * count)
+        case "number" if field.bounds == "> 1":
+            plain = st.floats(1.01, 100)
         case "text":
             plain = TEXT.filter(lambda text: bool(text.strip()))
         case kind:
@@ -42,9 +44,15 @@ def values(field: Field) -> st.SearchStrategy[Any]:
 @st.composite
 def configs(draw: st.DrawFn) -> TrainConfig:
     nested: dict[str, dict[str, Any]] = {}
+    entries = draw(st.lists(st.sampled_from(["a", "b-2", "C_3"]), unique=True))
     for field in fields().values():
-        if field.required or draw(st.integers(0, 4)) == 0:
-            nested.setdefault(field.section, {})[field.key] = draw(values(field))
+        for name in entries if field.named else [""]:
+            *tables, key = field.path.replace("*", name).split(".")
+            place: dict[str, Any] = nested
+            for table in tables:
+                place = place.setdefault(table, {})
+            if field.required or draw(st.integers(0, 4)) == 0:
+                place[key] = draw(values(field))
     nested.setdefault("data", {})["source"] = "sums"
     return msgspec.convert(nested, TrainConfig)
 
@@ -66,7 +74,7 @@ def test_a_dump_names_each_key_and_the_source_of_each_set_value(tmp_path: Path) 
     loaded = load_config([path], [*BASE, "--rollout.stop", '["\\n"]', "--data.label_key", "null"])
     lines = dump_toml(loaded.config, loaded.sources).splitlines()
     assert {line.lstrip("# ").split(" ")[0] for line in lines} >= {
-        field.key for field in fields().values() if field.kind != "table"
+        field.key for field in fields().values() if field.kind != "table" and field.named is None
     }
     assert {line.split("# from ")[0].rstrip(): line.split("# from ")[1] for line in lines if "# from " in line} == {
         'path = "tiny"': "--model.path",

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from unison.config import load_config
+from unison.config.dump import MISSING, diff_configs, dump_toml
 from unison.config.schema import TrainConfig
 from unison.core.errors import ConfigError
 
@@ -204,3 +205,76 @@ def test_a_flag_that_cannot_be_meant_is_refused(words: list[str], expected: str)
 )
 def test_combinations_that_cannot_be_meant_name_the_key(words: list[str], key: str) -> None:
     assert key in complaint(*words)
+
+
+NAMED = """\
+[data.mix.easy]
+weight = 3
+train = "easy.jsonl"
+options = { low = 1 }
+
+[data.mix.hard]
+source = "sums"
+
+[eval.sets.algebra]
+path = "algebra.jsonl"
+temperature = 0.5
+"""
+
+
+def test_entries_of_a_named_table_come_from_files_and_flags(tmp_path: Path) -> None:
+    path = write(tmp_path, NAMED)
+    loaded = load_config([path], [*BASE, "--data.mix.hard.weight=2", "--data.mix.hard.options.high", "9"])
+    mix = loaded.config.data.mix
+    assert {name: (part.weight, part.source, part.options) for name, part in mix.items()} == {
+        "easy": (3.0, "jsonl", {"low": 1}),
+        "hard": (2.0, "sums", {"high": 9}),
+    }
+    assert loaded.config.eval.sets["algebra"].temperature == 0.5
+    assert loaded.sources["data.mix.easy.weight"] == str(path)
+    assert loaded.sources["data.mix.hard.weight"] == "--data.mix.hard.weight"
+    assert loaded.sources["data.mix.easy.label_key"] == "default"
+
+
+def test_a_flag_alone_makes_an_entry_of_a_named_table() -> None:
+    config = load("--reward.parts.length.function", "my:short", "--reward.parts.length.weight", "0.1")
+    assert config.reward.parts["length"].weight == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[data.mix.easy]\nwieght = 1", "did you mean weight"),
+        ("[data.mix.easy]\nweight = 0", "data.mix.easy.weight is 0, but must be a number > 0"),
+        ("[data.mix]\neasy = 1", "data.mix.easy is 1, but is a table"),
+        ("[data]\nmix = 1", "data.mix is 1, but holds tables by name"),
+        ("[data.mix.easy]", "is empty"),
+        ('[data.mix."a b"]\nweight = 1', "no usable name"),
+        ("[reward.parts.short]\nweight = 1", "reward.parts.short.function is missing"),
+        ("[data.mix.easy.deep]\nweight = 1", "data.mix.easy.deep is unknown"),
+    ],
+)
+def test_what_is_wrong_in_a_named_table_is_said(text: str, message: str, tmp_path: Path) -> None:
+    assert message in complaint(files=(write(tmp_path, text),))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--data.mix.easy", "--data.mix.a.b.c", "--data.mix.*.weight", "--data.mix.a b.weight"]
+)
+def test_a_flag_that_names_no_key_of_a_named_table_is_refused(flag: str) -> None:
+    assert "unknown" in complaint(flag, "1")
+
+
+def test_named_tables_survive_a_dump(tmp_path: Path) -> None:
+    loaded = load_config([write(tmp_path, NAMED)], BASE)
+    again = load_config([write(tmp_path, dump_toml(loaded.config, loaded.sources), "again.toml")])
+    assert again.config == loaded.config
+
+
+def test_two_configurations_are_compared_key_by_key(tmp_path: Path) -> None:
+    old, new = load(files=(write(tmp_path, NAMED),)), load("--data.mix.easy.weight=1", "--trainer.steps", "7")
+    difference = diff_configs(old, new)
+    assert difference["trainer.steps"] == (20, 7)
+    assert difference["data.mix.easy.weight"] == (3.0, 1.0)
+    assert difference["data.mix.hard.source"] == ("sums", MISSING)
+    assert "trainer.learning_rate" not in difference

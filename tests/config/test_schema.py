@@ -18,11 +18,11 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "matplotlib", "rich")
 def test_each_key_has_a_description_and_a_type_that_can_be_written(field: Field) -> None:
     assert len(field.description) > 8 and field.description.endswith(".")
     assert field.type_text and field.allowed
-    assert field.path == f"{field.section}.{field.key}" and field.section in sections()
+    assert field.path == f"{field.table}.{field.key}" and field.section in sections()
 
 
 def test_only_the_model_must_be_given() -> None:
-    assert [name for name, field in fields().items() if field.required] == ["model.path"]
+    assert [name for name, field in fields().items() if field.required] == ["model.path", "reward.parts.*.function"]
 
 
 def test_the_committed_page_of_keys_is_the_generated_one() -> None:
@@ -33,7 +33,7 @@ def test_the_committed_page_of_keys_is_the_generated_one() -> None:
 
 def test_help_names_each_key_within_the_width() -> None:
     text = render_help(80)
-    assert all(f"--{name}  " in text for name in fields())
+    assert all(f"--{field.shown_path}  " in text for field in fields().values())
     assert max(map(len, text.splitlines())) <= 80
 
 

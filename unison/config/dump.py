@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from unison.config.fields import NULL, Field, fields, sections
+from unison.config.fields import NULL, Field, fields, known_field, named_tables, sections
 from unison.config.load import DEFAULT_SOURCE
 from unison.config.schema import TrainConfig
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _ESCAPES: Final = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 _COMMENT_COLUMN: Final = 40
+
+MISSING: Final = "(not there)"
 
 
 def dump_toml(config: TrainConfig, sources: Mapping[str, str] | None = None) -> str:
@@ -28,10 +30,40 @@ def dump_toml(config: TrainConfig, sources: Mapping[str, str] | None = None) -> 
 def diff_to_defaults(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """``{dotted key: (default, value)}`` of all that differ; the default of a required key is NODEFAULT."""
     return {
-        name: (field.default, value)
-        for name, field in fields().items()
-        if (value := _value(config, field)) != field.default
+        field.path: (field.default, value)
+        for field in config_fields(config)
+        if (value := value_of(config, field.path)) != field.default
     }
+
+
+def diff_configs(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """``{dotted key: (old, new)}`` of all that differ; MISSING where a named entry is not in one of them."""
+    values = [{field.path: value_of(config, field.path) for field in config_fields(config)} for config in (old, new)]
+    paths = dict.fromkeys([*values[0], *values[1]])
+    return {
+        path: (before, after)
+        for path in paths
+        if (before := values[0].get(path, MISSING)) != (after := values[1].get(path, MISSING))
+    }
+
+
+def config_fields(config: TrainConfig) -> list[Field]:
+    """All fields of this configuration, those of its named entries under their names."""
+    found: list[Field] = []
+    for field in fields().values():
+        if field.named is None:
+            found.append(field)
+        else:
+            found += [known_field(f"{field.named}.{name}.{field.key}") for name in value_of(config, field.named)]
+    return found
+
+
+def value_of(config: TrainConfig, path: str) -> Any:
+    """The value at a dotted path, names of named tables among its parts."""
+    value: Any = config
+    for part in path.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
 
 
 def toml_value(value: object) -> str:
@@ -49,10 +81,23 @@ def toml_value(value: object) -> str:
 
 
 def _section(config: TrainConfig, section: str, sources: Mapping[str, str]) -> str:
-    lines = [f"[{section}]"]
+    own = [field for field in fields().values() if field.section == section and field.named is None]
+    lines = _body(config, section, own, sources)
+    for table, struct in named_tables().items():
+        if table.partition(".")[0] != section:
+            continue
+        for name in value_of(config, table):
+            entry = f"{table}.{name}"
+            inner = [known_field(f"{entry}.{key}") for key in struct.__struct_fields__]
+            lines += ["", *_body(config, entry, inner, sources)]
+    return "\n".join(lines) + "\n"
+
+
+def _body(config: TrainConfig, header: str, own: Sequence[Field], sources: Mapping[str, str]) -> list[str]:
+    lines = [f"[{header}]"]
     tables: list[str] = []
-    for field in (field for field in fields().values() if field.section == section):
-        value = _value(config, field)
+    for field in own:
+        value = value_of(config, field.path)
         if field.kind == "table":
             tables += _table(field, value, sources)
         elif value is None and field.default is None:
@@ -60,7 +105,7 @@ def _section(config: TrainConfig, section: str, sources: Mapping[str, str]) -> s
         else:
             text = f"{field.key} = {toml_value(NULL if value is None else value)}"
             lines.append(_with_source(text, sources.get(field.path)))
-    return "\n".join(lines + tables) + "\n"
+    return lines + tables
 
 
 def _table(field: Field, entries: Mapping[str, object], sources: Mapping[str, str]) -> list[str]:
@@ -84,7 +129,3 @@ def _escaped(letter: str) -> str:
     if letter in _ESCAPES:
         return _ESCAPES[letter]
     return f"\\u{ord(letter):04x}" if letter < " " or letter == "\x7f" else letter
-
-
-def _value(config: TrainConfig, field: Field) -> Any:
-    return getattr(getattr(config, field.section), field.key)

@@ -1,9 +1,14 @@
-"""The schema as a flat table: one ``Field`` for each dotted key, in the schema's order."""
+"""The schema as a flat table: one ``Field`` for each dotted key, in the schema's order.
+
+A named table (``data.mix``) holds any number of structs by names of the user's. Its keys stand in the table once, with
+``*`` for the name (``data.mix.*.weight``); ``find_field`` gives the field of a key with a real name in it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
@@ -17,6 +22,11 @@ Kind = Literal["text", "integer", "number", "boolean", "choice", "list", "table"
 
 NULL: Final = "null"
 """How a key that may be absent is set to nothing, in files and in flags alike."""
+
+NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+"""What an entry of a named table may be called: it becomes part of keys, of metrics and of file names."""
+
+_NAMED_PARTS: Final = 4
 
 _SCALARS: Final[dict[type[inspect.Type], Kind]] = {
     inspect.StrType: "text",
@@ -48,8 +58,24 @@ class Field:
         return self.path.partition(".")[0]
 
     @property
+    def table(self) -> str:
+        """What stands in brackets above it in a file: ``trainer``, ``data.mix.*``."""
+        return self.path.rpartition(".")[0]
+
+    @property
     def key(self) -> str:
-        return self.path.partition(".")[2]
+        return self.path.rpartition(".")[2]
+
+    @property
+    def named(self) -> str | None:
+        """The named table it belongs to (``data.mix``), or None."""
+        parts = self.path.split(".")
+        return ".".join(parts[:2]) if len(parts) == _NAMED_PARTS else None
+
+    @property
+    def shown_path(self) -> str:
+        """The key for people: the name in a named table is theirs to choose."""
+        return self.path.replace(".*.", ".NAME.")
 
     @property
     def required(self) -> bool:
@@ -91,16 +117,61 @@ def fields() -> Mapping[str, Field]:
     """All keys by dotted path, e.g. ``trainer.steps``."""
     found: dict[str, Field] = {}
     for section, struct in sections().items():
+        tables: dict[str, Field] = {}
         for info in msgspec.structs.fields(struct):
             path = f"{section}.{info.name}"
-            found[path] = _field(path, info)
+            entry = named_tables().get(path)
+            if entry is None:
+                found[path] = _field(path, info)
+                continue
+            for inner in msgspec.structs.fields(entry):
+                tables[f"{path}.*.{inner.name}"] = _field(f"{path}.*.{inner.name}", inner)
+        # Last: in a file, whatever follows the header of a table belongs to the table.
+        found |= tables
     return MappingProxyType(found)
+
+
+@cache
+def named_tables() -> Mapping[str, type[msgspec.Struct]]:
+    """``data.mix`` and its like, each with the struct of its entries."""
+    found: dict[str, type[msgspec.Struct]] = {}
+    for section, struct in sections().items():
+        for info in msgspec.structs.fields(struct):
+            typed = _plain_type(info)
+            if isinstance(typed, inspect.DictType) and isinstance(typed.value_type, inspect.StructType):
+                found[f"{section}.{info.name}"] = typed.value_type.cls
+    return MappingProxyType(found)
+
+
+def find_field(name: str) -> Field | None:
+    """The field of a key as a user writes it, ``data.mix.sums.weight`` for one; None where there is none."""
+    field = fields().get(name)
+    if field is not None:
+        return field if field.named is None else None
+    parts = name.split(".")
+    if len(parts) != _NAMED_PARTS or not NAME.fullmatch(parts[2]):
+        return None
+    pattern = fields().get(".".join([*parts[:2], "*", parts[3]]))
+    return None if pattern is None else replace(pattern, path=name)
+
+
+def known_field(name: str) -> Field:
+    """The field of a key that is known to exist."""
+    field = find_field(name)
+    if field is None:
+        raise KeyError(name)
+    return field
 
 
 @cache
 def sections() -> Mapping[str, type[msgspec.Struct]]:
     """The sections by name, in the schema's order."""
     return MappingProxyType({info.name: info.type for info in msgspec.structs.fields(TrainConfig)})
+
+
+def _plain_type(info: msgspec.structs.FieldInfo) -> inspect.Type:
+    typed = inspect.type_info(info.type)
+    return typed.type if isinstance(typed, inspect.Metadata) else typed
 
 
 def _field(path: str, info: msgspec.structs.FieldInfo) -> Field:

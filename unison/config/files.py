@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from unison.config.fields import fields, sections
+from unison.config.fields import NAME, find_field, named_tables, sections
 from unison.config.names import did_you_mean, explain_unknown
 from unison.config.values import shown
 from unison.core.errors import ConfigError
@@ -53,9 +53,34 @@ def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[s
             )
         for key, value in body.items():
             name = f"{section}.{key}"
-            if name not in fields():
-                raise ConfigError(f"{_place(path, text, name)}: key {name} {explain_unknown(name)}")
-            yield name, value, _place(path, text, name)
+            entries = _entries(name, value, path, text) if name in named_tables() else [(name, value)]
+            for inner, inner_value in entries:
+                if find_field(inner) is None:
+                    raise ConfigError(f"{_place(path, text, inner)}: key {inner} {explain_unknown(inner)}")
+                yield inner, inner_value, _place(path, text, inner)
+
+
+def _entries(table: str, body: Any, path: Path, text: str) -> list[tuple[str, Any]]:
+    """``(data.mix.NAME.key, value)`` of all entries of a named table."""
+    if not isinstance(body, dict):
+        raise ConfigError(
+            f"{_place(path, text, table)}: {table} is {shown(body)}, but holds tables by name; write [{table}.NAME]"
+        )
+    found: list[tuple[str, Any]] = []
+    for name, entry in body.items():
+        full = f"{table}.{name}"
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{_place(path, text, table)}: {full!r} is no usable name; use letters, digits, _ and -, at most 64"
+            )
+        if not isinstance(entry, dict):
+            raise ConfigError(
+                f"{_place(path, text, full)}: {full} is {shown(entry)}, but is a table; write [{full}] and its keys"
+            )
+        if not entry:
+            raise ConfigError(f"{_place(path, text, full)}: [{full}] is empty; give its keys, or leave it out")
+        found += [(f"{full}.{key}", value) for key, value in entry.items()]
+    return found
 
 
 def _place(path: Path, text: str, name: str) -> str:

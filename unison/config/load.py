@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from unison.config.checks import check_config
-from unison.config.fields import Field, fields
+from unison.config.fields import Field, fields, find_field, known_field
 from unison.config.files import flatten, read_toml
 from unison.config.names import explain_unknown
 from unison.config.schema import TrainConfig
@@ -52,7 +52,7 @@ def load_config(
     for path in map(Path, paths):
         document, text = read_toml(path)
         for name, value, place in flatten(document, path, text):
-            merged.set_from_file(fields()[name], value, place, str(path))
+            merged.set_from_file(known_field(name), value, place, str(path))
     for flag, value_text in _pairs(overrides, other_flags):
         _set_from_flag(merged, flag, value_text, other_flags)
     config = merged.build()
@@ -90,23 +90,38 @@ class _Merged:
                 self.set_option(target, option, entry, source)
 
     def build(self) -> TrainConfig:
-        nested: dict[str, dict[str, Any]] = {}
-        for name, target in fields().items():
-            section = nested.setdefault(target.section, {})
-            if name in self.values:
-                section[target.key] = self.values[name]
+        nested: dict[str, Any] = {}
+        for target in self._targets():
+            if target.path in self.values:
+                *tables, key = target.path.split(".")
+                place = nested
+                for table in tables:
+                    place = place.setdefault(table, {})
+                place[key] = self.values[target.path]
             elif target.required:
                 raise ConfigError(_missing(target))
         return msgspec.convert(nested, type=TrainConfig, strict=True)
 
     def all_sources(self) -> dict[str, str]:
         """Set ones and defaults; a table that has entries is described by them alone."""
-        set_fields = {".".join(name.split(".")[:2]) for name in self.sources}
-        return {name: DEFAULT_SOURCE for name in fields() if name not in set_fields} | self.sources
+        set_fields = {name if find_field(name) else name.rpartition(".")[0] for name in self.sources}
+        return {field.path: DEFAULT_SOURCE for field in self._targets() if field.path not in set_fields} | self.sources
+
+    def _targets(self) -> list[Field]:
+        """Every field there is a value for: of a named table, those of the names that were given."""
+        entries = dict.fromkeys(name.rpartition(".")[0] for name in self.values if known_field(name).named)
+        found: list[Field] = []
+        for target in fields().values():
+            if target.named is None:
+                found.append(target)
+            else:
+                inside = [entry for entry in entries if entry.startswith(f"{target.named}.")]
+                found += [known_field(f"{entry}.{target.key}") for entry in inside]
+        return found
 
 
 def _missing(target: Field) -> str:
-    return f"{target.path} is missing; give --{target.path} VALUE, or {target.key} = ... under [{target.section}]"
+    return f"{target.path} is missing; give --{target.path} VALUE, or {target.key} = ... under [{target.table}]"
 
 
 def _pairs(overrides: Sequence[str], other_flags: Sequence[str]) -> list[tuple[str, str]]:
@@ -129,7 +144,7 @@ def _pairs(overrides: Sequence[str], other_flags: Sequence[str]) -> list[tuple[s
 
 
 def _no_value(flag: str, following: str | None, other_flags: Sequence[str]) -> str:
-    target = fields().get(flag[2:])
+    target = find_field(flag[2:])
     if target is None and not _option_of(flag[2:]):
         return _unknown_flag(flag, other_flags)
     allowed = f" ({target.allowed})" if target else ""
@@ -138,7 +153,7 @@ def _no_value(flag: str, following: str | None, other_flags: Sequence[str]) -> s
 
 
 def _set_from_flag(merged: _Merged, flag: str, text: str, other_flags: Sequence[str]) -> None:
-    target = fields().get(flag[2:])
+    target = find_field(flag[2:])
     if target is not None:
         merged.replace(target, parse_flag(target, text, flag), flag)
         return
@@ -151,10 +166,9 @@ def _set_from_flag(merged: _Merged, flag: str, text: str, other_flags: Sequence[
 
 def _option_of(name: str) -> tuple[Field, str] | None:
     """The table and entry that ``data.options.max_operand`` names, or None."""
-    section, _, rest = name.partition(".")
-    key, _, option = rest.partition(".")
-    table = fields().get(f"{section}.{key}")
-    if table is None or table.kind != "table" or not option or "." in option:
+    head, _, option = name.rpartition(".")
+    table = find_field(head)
+    if table is None or table.kind != "table" or not option:
         return None
     return table, option
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from unison.config.fields import Field, fields, sections
+from unison.config.fields import Field, fields, named_tables, sections
 
 MOVED: Final[dict[str, str]] = {}
 """Old dotted key -> its present dotted key, so that an old file is told where its key went."""
@@ -98,7 +98,6 @@ SYNONYMS: Final[Mapping[str, tuple[str, ...]]] = {
     "validation": ("data.eval",),
     "warmup": ("trainer.warmup_steps",),
     "wd": ("trainer.weight_decay",),
-    "workers": ("run.threads",),
 }
 """What other tools call a key -> our dotted keys. Looked up by last part."""
 
@@ -149,6 +148,9 @@ def explain_unknown(path: str, *, prefix: str = "", other_names: Sequence[str] =
     ``prefix`` is put before each suggested name (``--`` for flags); ``other_names`` are names that
     are not configuration keys but may have been meant, such as a command's own flags.
     """
+    entry = _in_named_table(path)
+    if entry is not None:
+        return entry
     head, rest = _split_option(path)
     if head in MOVED:
         return f"has moved: it is {prefix}{MOVED[head]}{rest} now"
@@ -166,9 +168,22 @@ def explain_unknown(path: str, *, prefix: str = "", other_names: Sequence[str] =
             return f"is unknown; {lead} {join_or(shown)}{'?' if lead == 'did you mean' else ''}"
     section = head.partition(".")[0]
     if section in sections():
-        keys = [field.key for field in fields().values() if field.section == section]
+        keys = [field.key for field in fields().values() if field.table == section]
         return f"is unknown; the keys of [{section}] are {', '.join(keys)}"
     return f"is unknown; the sections are {', '.join(sections())}"
+
+
+def _in_named_table(path: str) -> str | None:
+    """What to say of an unknown key under ``data.mix`` and its like."""
+    parts = path.split(".")
+    table = ".".join(parts[:2])
+    struct = named_tables().get(table)
+    if struct is None:
+        return None
+    keys = struct.__struct_fields__
+    if len(parts) <= 3:
+        return f"is unknown; the keys of {table} are {table}.NAME.KEY, with a name of yours and {join_or(keys)} as KEY"
+    return f"is unknown{did_you_mean(parts[3], keys)}; the keys of [{'.'.join(parts[:3])}] are {', '.join(keys)}"
 
 
 def _split_option(path: str) -> tuple[str, str]:
@@ -186,14 +201,15 @@ def _takes_options(path: str) -> bool:
 def _one_letter_off(path: str, other_names: Sequence[str]) -> list[str]:
     """Names that differ by one letter, or only by case and dashes."""
     plain = _normalised(path)
-    pool = [*fields(), *other_names]
+    pool = [*_plain_keys(), *other_names]
     same = [name for name in pool if _normalised(name) == plain]
     return (same or [name for name in pool if one_letter_off(path, name)])[:_MOST_SUGGESTIONS]
 
 
 def _same_key_elsewhere(path: str) -> list[str]:
     key = _normalised(path.rpartition(".")[2])
-    return [name for name, field in fields().items() if field.key == key][:_MOST_SUGGESTIONS]
+    found = [name for name, field in fields().items() if field.key == key and field.named is None]
+    return found[:_MOST_SUGGESTIONS]
 
 
 def _synonyms(path: str) -> list[str]:
@@ -203,14 +219,19 @@ def _synonyms(path: str) -> list[str]:
 
 
 def _alike(path: str, other_names: Sequence[str]) -> list[str]:
-    found = difflib.get_close_matches(path, [*fields(), *other_names], _MOST_SUGGESTIONS, 0.75)
+    found = difflib.get_close_matches(path, [*_plain_keys(), *other_names], _MOST_SUGGESTIONS, 0.75)
     if found:
         return found
     by_key: dict[str, list[str]] = {}
     for name, field in fields().items():
-        by_key.setdefault(field.key, []).append(name)
+        if field.named is None:
+            by_key.setdefault(field.key, []).append(name)
     keys = difflib.get_close_matches(path.rpartition(".")[2], by_key, _MOST_SUGGESTIONS, 0.7)
     return [name for key in keys for name in by_key[key]][:_MOST_SUGGESTIONS]
+
+
+def _plain_keys() -> list[str]:
+    return [name for name, field in fields().items() if field.named is None]
 
 
 def _normalised(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Final
 
 from unison.config.dump import toml_value
@@ -24,6 +25,7 @@ unison train base.toml mine.toml --trainer.steps 50 --rollout.temperature=0.9
   (`--rollout.stop '["\\n", "END"]'`) or items between commas (`--rollout.stop_token_ids 2,7`).
 - `null` sets a key that may be absent to nothing, in a file as the text `"null"`.
 - A table such as `data.options` merges entry by entry: `--data.options.max_operand 30`.
+- A section like `[data.mix.NAME]` is given once for each name you choose: `--data.mix.sums.weight 2`.
 - An unknown section, key or flag is an error that names the nearest right one.
 - `--dry-run` prints the resolved configuration with the source of each value, and starts nothing.
 """
@@ -49,18 +51,35 @@ def render_help(width: int = 100) -> str:
     for section in sections():
         lines += ["", f"[{section}]"]
         for field in (field for field in fields().values() if field.section == section):
-            lines.append(f"  --{field.path}  {field.type_text} ({default_text(field)})")
+            lines += _heading(field, width)
             lines += textwrap.wrap(field.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:])
 
 
+def _heading(field: Field, width: int) -> list[str]:
+    """The key with its type, which goes to a line of its own where it is long."""
+    flag, kind = f"  --{field.shown_path}  ", f"{field.type_text} ({default_text(field)})"
+    if len(flag) + len(kind) <= width:
+        return [flag + kind]
+    return [flag, *textwrap.wrap(kind, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+
+
 def _section(section: str) -> str:
+    """The section's own table of keys, then one for each of its named tables."""
+    blocks: dict[str, list[Field]] = {section: []}
+    for field in fields().values():
+        if field.section == section:
+            blocks.setdefault(field.table, []).append(field)
+    return "\n".join(_block(header, own) for header, own in blocks.items())
+
+
+def _block(header: str, own: Sequence[Field]) -> str:
     rows = [
         f"| `{field.key}` | {_cell(field.type_text)} | `{default_text(field)}` | {_cell(field.description)} |"
-        for field in fields().values()
-        if field.section == section
+        for field in own
     ]
-    return "\n".join([f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+    title = header.replace(".*", ".NAME")
+    return "\n".join([f"## [{title}]", "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def _cell(text: str) -> str:

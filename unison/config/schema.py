@@ -25,6 +25,15 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="Name of the run, shown in its folder and its plot.")] = "run"
     seed: Annotated[int, Meta(ge=0, description="Seed of everything random in the run.")] = 0
     threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads of torch; 0 takes the machine's cores.")] = 0
+    fork: Annotated[
+        str | None,
+        Meta(
+            description="Begin from the state of another run at a step, as RUN_FOLDER@STEP; without @STEP its newest."
+        ),
+    ] = None
+    hooks: Annotated[
+        list[str], Meta(description="module:object of your own, told of samples, steps, evaluations and checkpoints.")
+    ] = []
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -36,43 +45,122 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
 
 
+Layout = Literal["unison", "verl", "slime"]
+Options = dict[str, int | float | str | bool]
+
+
+class MixConfig(Section, frozen=True, kw_only=True):
+    weight: Annotated[
+        float, Meta(gt=0, description="Share of the prompts drawn from this part, relative to the others' weights.")
+    ] = 1.0
+    source: Annotated[str, Meta(description="As data.source, for this part.")] = "jsonl"
+    train: Annotated[str | None, Meta(description="As data.train, for this part.")] = None
+    layout: Annotated[Layout, Meta(description="As data.layout, for this part.")] = "unison"
+    prompt_key: Annotated[str, Meta(description="As data.prompt_key, for this part.")] = "prompt"
+    label_key: Annotated[str | None, Meta(description="As data.label_key, for this part.")] = "label"
+    metadata_key: Annotated[str | None, Meta(description="As data.metadata_key, for this part.")] = None
+    filter: Annotated[str | None, Meta(description="As data.filter, for this part.")] = None
+    options: Annotated[Options, Meta(description="As data.options, for this part.")] = {}
+
+
 class DataConfig(Section, frozen=True, kw_only=True):
     source: Annotated[
-        str, Meta(description="jsonl, a registered procedural source (sums), or a user's module:object.")
+        str,
+        Meta(description="jsonl, parquet, datasets (a folder or hub name), reasoning_gym, sums, or module:object."),
     ] = "jsonl"
-    train: Annotated[str | None, Meta(description="Training file of the jsonl source.")] = None
-    eval: Annotated[str | None, Meta(description="Held-out file of the jsonl source.")] = None
-    prompt_key: Annotated[str, Meta(description="Key of the prompt: a string, or a list of chat messages.")] = "prompt"
+    train: Annotated[
+        str | None, Meta(description="Training file, folder or data set name of the source; path@[a:b] takes a slice.")
+    ] = None
+    eval: Annotated[
+        str | None, Meta(description="Held-out file, folder or data set name of the source; path@[a:b] takes a slice.")
+    ] = None
+    layout: Annotated[
+        Layout,
+        Meta(description="Keys not given otherwise: prompt and label, or those of verl's or slime's data files."),
+    ] = "unison"
+    prompt_key: Annotated[
+        str, Meta(description="Key of the prompt, a string or a list of chat messages; dots go into nested objects.")
+    ] = "prompt"
     label_key: Annotated[str | None, Meta(description="Key of the reference answer; null where there is none.")] = (
         "label"
     )
+    metadata_key: Annotated[
+        str | None, Meta(description="Key of an object whose entries are the row's metadata; null: all other keys are.")
+    ] = None
     on_bad_row: Annotated[
         Literal["fail", "skip"], Meta(description="A broken row stops the run, or is skipped and counted.")
     ] = "fail"
+    filter: Annotated[
+        str | None, Meta(description="module:function (row) -> bool of your own: rows it is false for are left out.")
+    ] = None
     chat: Annotated[
         bool, Meta(description="Render string prompts as one user turn of the chat template, instead of as they are.")
     ] = False
+    system_prompt: Annotated[
+        str | None, Meta(description="System message put before chat prompts that have none of their own.")
+    ] = None
+    template_options: Annotated[
+        Options, Meta(description="Arguments of the chat template, e.g. enable_thinking = false.")
+    ] = {}
     special_tokens: Annotated[
         Literal["plain", "parse"],
         Meta(description="Control tokens spelt out in a raw prompt: encoded as plain text, or parsed."),
     ] = "plain"
+    min_prompt_tokens: Annotated[int, Meta(ge=1, description="Shorter prompts are left out and counted.")] = 1
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="Longer prompts are handled by on_long_prompt.")] = 4096
     on_long_prompt: Annotated[
-        Literal["fail", "skip"], Meta(description="A prompt over the limit stops the run, or is skipped and counted.")
+        Literal["fail", "skip", "truncate_left", "truncate_middle", "truncate_right"],
+        Meta(
+            description="A prompt over the limit stops the run, is skipped and counted, or loses the tokens on its "
+            "left, in its middle or on its right."
+        ),
     ] = "fail"
     shuffle: Annotated[bool, Meta(description="Shuffle the training prompts anew each epoch.")] = True
-    options: Annotated[
-        dict[str, int | float | str | bool], Meta(description="Options of a procedural source, e.g. max_operand.")
+    curriculum: Annotated[
+        Literal["none", "success_rate"],
+        Meta(description="success_rate: in later epochs leave out prompts solved too often or too rarely."),
+    ] = "none"
+    curriculum_low: Annotated[float, Meta(ge=0, le=1, description="Prompts with a mean reward below it rest.")] = 0.05
+    curriculum_high: Annotated[float, Meta(ge=0, le=1, description="Prompts with a mean reward above it rest.")] = 0.95
+    curriculum_rest: Annotated[
+        int, Meta(ge=1, description="Epochs that a resting prompt is left out before it is tried again.")
+    ] = 3
+    options: Annotated[Options, Meta(description="Options of a procedural source, e.g. max_operand.")] = {}
+    mix: Annotated[
+        dict[str, MixConfig], Meta(description="A mixture: parts by name, in place of data.source and data.train.")
     ] = {}
+
+
+class RewardPartConfig(Section, frozen=True, kw_only=True):
+    function: Annotated[str, Meta(description="As reward.function, for this part.")]
+    weight: Annotated[float, Meta(description="Its factor in the sum; 0 only logs it.")] = 1.0
+    timeout_s: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)] | None,
+        Meta(description="As reward.timeout_s, for this part; null takes that one."),
+    ] = None
+    options: Annotated[Options, Meta(description="As reward.options, for this part.")] = {}
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
     function: Annotated[
         str, Meta(description="Registered reward (exact_answer, ...) or module:function of your own.")
     ] = "exact_answer"
-    options: Annotated[
-        dict[str, int | float | str | bool], Meta(description="Keyword arguments given to the reward function.")
+    options: Annotated[Options, Meta(description="Keyword arguments given to the reward function.")] = {}
+    parts: Annotated[
+        dict[str, RewardPartConfig],
+        Meta(description="A weighted sum: parts by name, each logged, in place of reward.function."),
     ] = {}
+    isolation: Annotated[
+        Literal["process", "none"],
+        Meta(description="process: graders run in processes of their own that can be killed. none: in this one."),
+    ] = "process"
+    timeout_s: Annotated[float, Meta(gt=0, le=86400, description="Deadline in seconds of grading one sample.")] = 10.0
+    on_timeout: Annotated[
+        Literal["unscorable", "zero"],
+        Meta(description="A sample whose grader ran out of time or memory: left out and counted, or given 0."),
+    ] = "unscorable"
+    workers: Annotated[int, Meta(ge=1, le=256, description="Grader processes that run at once.")] = 2
+    memory_mb: Annotated[int, Meta(ge=64, description="Memory limit of one grader process, in MB.")] = 4096
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -93,6 +181,16 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="Allow top_p, top_k or temperature 0 in training, which the trainer does not replay."),
     ] = False
+    function: Annotated[
+        str | None, Meta(description="module:function of your own that draws one sample, in place of a single answer.")
+    ] = None
+    filter: Annotated[
+        str | None,
+        Meta(description="Which groups are trained: no_contrast drops those scored alike, or module:function."),
+    ] = None
+    refill: Annotated[
+        int, Meta(ge=0, description="Times that prompts are drawn anew in a step for groups the filter has dropped.")
+    ] = 0
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -170,6 +268,32 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     max_grad_norm: Annotated[float, Meta(ge=0, description="Clip the global gradient norm; 0 is off.")] = 1.0
 
 
+class EvalSetConfig(Section, frozen=True, kw_only=True):
+    source: Annotated[str, Meta(description="As data.source, for this set.")] = "jsonl"
+    path: Annotated[str | None, Meta(description="As data.eval, for this set.")] = None
+    layout: Annotated[Layout, Meta(description="As data.layout, for this set.")] = "unison"
+    prompt_key: Annotated[str, Meta(description="As data.prompt_key, for this set.")] = "prompt"
+    label_key: Annotated[str | None, Meta(description="As data.label_key, for this set.")] = "label"
+    metadata_key: Annotated[str | None, Meta(description="As data.metadata_key, for this set.")] = None
+    options: Annotated[Options, Meta(description="As data.options, for this set.")] = {}
+    reward: Annotated[str | None, Meta(description="Reward function of this set; null takes the run's reward.")] = None
+    reward_options: Annotated[Options, Meta(description="Keyword arguments of this set's reward.")] = {}
+    problems: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Prompts of this set; null takes all.")] = (
+        None
+    )
+    samples: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="As eval.samples, for this set.")
+    ] = None
+    temperature: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="As eval.temperature, for this set.")
+    ] = None
+    greedy: Annotated[bool | None, Meta(description="As eval.greedy, for this set.")] = None
+    max_new_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Longest response in this set; null takes rollout.max_new_tokens."),
+    ] = None
+
+
 class EvalConfig(Section, frozen=True, kw_only=True):
     problems: Annotated[int, Meta(ge=0, description="Held-out prompts per evaluation; 0 is off.")] = 0
     every: Annotated[int, Meta(ge=0, description="Evaluate every so many steps; 0: only before and after.")] = 0
@@ -177,6 +301,34 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(gt=0, description="Temperature of the sampled evaluation.")] = 1.0
     greedy: Annotated[bool, Meta(description="Also evaluate greedily.")] = True
     confidence: Annotated[float, Meta(gt=0, le=0.999999, description="Level of the confidence interval.")] = 0.95
+    before: Annotated[bool, Meta(description="Evaluate once before the first step, as the baseline.")] = True
+    pass_k: Annotated[
+        list[int], Meta(description="Values of k for pass@k, each at most the samples of a prompt, e.g. [1, 4, 16].")
+    ] = []
+    pass_threshold: Annotated[float, Meta(description="A sample passes with at least this reward.")] = 1.0
+    sets: Annotated[
+        dict[str, EvalSetConfig], Meta(description="Further held-out sets by name, beside that of data.eval.")
+    ] = {}
+
+
+class CheckpointConfig(Section, frozen=True, kw_only=True):
+    every: Annotated[
+        int, Meta(ge=0, description="Save every so many steps; 0: only at the end and when interrupted.")
+    ] = 10
+    keep_last: Annotated[int, Meta(ge=1, description="Checkpoints kept, newest first.")] = 2
+    keep_best: Annotated[int, Meta(ge=0, description="Best checkpoints kept beside them, by best_metric.")] = 1
+    best_metric: Annotated[
+        str, Meta(description="Metric of an evaluation that the best checkpoint has the highest value of.")
+    ] = "eval/accuracy"
+    keep_every: Annotated[
+        int, Meta(ge=0, description="Checkpoints of every so many steps are kept for good; 0: none.")
+    ] = 0
+    background: Annotated[bool, Meta(description="Write while the run goes on; false: the run waits for the disk.")] = (
+        True
+    )
+    on_error: Annotated[
+        Literal["stop", "warn"], Meta(description="A checkpoint that cannot be written stops the run, or warns.")
+    ] = "stop"
 
 
 class LogConfig(Section, frozen=True, kw_only=True):
@@ -186,6 +338,37 @@ class LogConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     export: Annotated[bool, Meta(description="Export the trained model into the run folder at the end.")] = True
     plot: Annotated[bool, Meta(description="Draw plot.png into the run folder at the end.")] = True
+    samples: Annotated[
+        bool, Meta(description="Keep every step's samples in the run folder, for unison replay and for reading.")
+    ] = True
+    trackers: Annotated[
+        list[str], Meta(description="Where metrics go beside the run folder: tensorboard, wandb, trackio, mlflow.")
+    ] = []
+    tracker_options: Annotated[
+        Options, Meta(description="Settings of the trackers, e.g. wandb.project or mlflow.tracking_uri.")
+    ] = {}
+
+
+class AlarmConfig(Section, frozen=True, kw_only=True):
+    enabled: Annotated[bool, Meta(description="Watch the metrics and say in one sentence what looks wrong.")] = True
+    window: Annotated[int, Meta(ge=2, description="Steps over which a drift is judged.")] = 5
+    repeat: Annotated[int, Meta(ge=1, description="Steps after which a standing alarm is said again.")] = 20
+    mismatch: Annotated[
+        float, Meta(gt=0, description="Mean log-prob difference of rollout and training, in nats, under fast numerics.")
+    ] = 0.05
+    entropy_share: Annotated[
+        float, Meta(ge=0, lt=1, description="Entropy below this share of its beginning is a collapse.")
+    ] = 0.1
+    no_contrast_share: Annotated[float, Meta(gt=0, le=1, description="Share of groups scored alike over a window.")] = (
+        0.9
+    )
+    length_ratio: Annotated[
+        float, Meta(gt=1, description="Mean length over, or under 1 by, this multiple of its beginning.")
+    ] = 3.0
+    truncated_share: Annotated[float, Meta(gt=0, le=1, description="Share of truncated samples over a window.")] = 0.5
+    grad_norm_ratio: Annotated[
+        float, Meta(gt=1, description="Gradient norm over this multiple of the median of the window before.")
+    ] = 10.0
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -198,4 +381,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    alarm: AlarmConfig = AlarmConfig()

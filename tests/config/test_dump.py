@@ -15,14 +15,14 @@ from unison.config.schema import TrainConfig
 BASE = ["--model.path", "tiny", "--data.source", "sums"]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: text != NULL)
 NUMBERS = {
-    "integer": st.integers(8, 4096),
+    "integer": st.integers(64, 256),
     "number": st.floats(0.01, 0.99),
     "boolean": st.booleans(),
 }
 
 
 def values(field: Field) -> st.SearchStrategy[Any]:
-    """Values the field takes, whatever its bounds: 8 to 4096, their multiples of 64 and 0.01 to 0.99 fit."""
+    """Values the field takes, whatever its bounds: 64 to 256, multiples of 64 and 0.01 to 0.99 fit."""
     match field.kind:
         case "choice":
             plain: st.SearchStrategy[Any] = st.sampled_from(field.choices)

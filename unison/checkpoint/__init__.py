@@ -1,0 +1,1 @@
+"""The state of a whole run, saved atomically and with digests."""

@@ -1,0 +1,31 @@
+"""A client that can be told to stop: what runs comes back as it is, what comes later is not begun."""
+
+from __future__ import annotations
+
+from unison.core.errors import RolloutInterrupted
+from unison.core.protocols import EngineClient
+from unison.core.records import GenerationOutput, GenerationRequest
+
+
+class InterruptibleClient:
+    """An EngineClient around another. After ``stop`` each request raises RolloutInterrupted with what it has."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._stopped = False
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        if self._stopped:
+            raise RolloutInterrupted
+        output = await self._client.generate(request)
+        if self._stopped and output.finish_reason == "abort":
+            raise RolloutInterrupted(output)
+        return output
+
+    def abort(self, request_id: str | None = None) -> None:
+        self._client.abort(request_id)
+
+    def stop(self) -> None:
+        """End all requests. To be called in the event loop's own thread."""
+        self._stopped = True
+        self._client.abort()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -39,6 +39,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Prompts drawn at a time: the step's own, then refills."""
     groups: dict[str, GroupAccount]
     """By key (row and epoch), in the order drawn."""
+    filtered: list[str] = []
+    """Keys of the groups that the filter discarded: they have no part in the step's statistics."""
     reward_sum: float
     loss: float
     grad_norm: float
@@ -47,8 +49,12 @@ class LedgerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weights_version: int
     weights_digest: str
     """Of the policy after this step."""
+    base_digest: str
+    """Of the model the run began from."""
     samples_sha256: str | None
     """Of the file of this step's samples; None where they are not kept."""
+    cursor: dict[str, Any] = {}
+    """Place in the data after this step."""
 
 
 def group_accounts(

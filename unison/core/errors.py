@@ -74,7 +74,7 @@ class EngineStateError(UnisonError, RuntimeError):
 
 
 class CheckpointError(UnisonError, RuntimeError):
-    """A checkpoint that cannot be written, or that must not be loaded; names file and reason."""
+    """A checkpoint that cannot be written, or none that can be read; names the file and what is wrong with it."""
 
 
 class RunInterrupted(UnisonError):
@@ -91,3 +91,7 @@ class RolloutInterrupted(UnisonError):
     def __init__(self, output: GenerationOutput | None = None) -> None:
         super().__init__("the rollout was interrupted")
         self.output = output
+
+
+class FaultError(UnisonError, RuntimeError):
+    """Raised at a fault point that a test has armed; never in a run of its own accord."""

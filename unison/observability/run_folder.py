@@ -22,9 +22,6 @@ from unison.observability.warn import Warn, warn_on_stderr
 _MARKS: Final = ("config.toml", "metrics.jsonl")
 """A folder that holds one of these is a run's already."""
 
-_STEP_FILES: Final = ("metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "alarms.jsonl")
-"""Files with lines of steps, which go back with the run when it continues from an earlier step."""
-
 
 class RunFolder:
     """Paths of a run and the files written by it. Made with ``create``; ``close`` it at the end."""
@@ -166,14 +163,15 @@ class RunFolder:
         except OSError as error:
             self._warn(f"cannot write {self.events}: {error.strerror}")
 
-    def rewind(self, step: int) -> int:
-        """Take back what was written of steps after ``step``; the number of lines dropped.
+    def rewind(self, step: int, logged_step: int) -> int:
+        """Take back what was written of steps after ``step``, and logged after ``logged_step``; the lines dropped.
 
         They will be written again: a run continues from its last checkpoint, not from its last line.
         """
         self.close()
         self._rollouts = None
-        num_dropped = sum(keep_steps(self.path / name, step) for name in _STEP_FILES)
+        num_dropped = sum(keep_steps(path, step) for path in (self.ledger, self.rollouts))
+        num_dropped += sum(keep_steps(path, logged_step) for path in (self.metrics, self.path / "alarms.jsonl"))
         for folder in ("samples", "evaluations"):
             for path in (self.path / folder).glob("step-*"):
                 number = path.name.removeprefix("step-").split(".")[0]

@@ -20,7 +20,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], object]] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -41,7 +41,7 @@ class Interruption:
     def requested(self) -> bool:
         return self.signal_name is not None
 
-    def on_request(self, listener: Callable[[], None]) -> Callable[[], None]:
+    def on_request(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Have ``listener`` called when a stop is asked for; returns what takes it off again.
 
         It runs in a signal handler of the main thread, between any two of its lines.

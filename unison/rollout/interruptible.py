@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
 from unison.core.errors import RolloutInterrupted
 from unison.core.protocols import EngineClient
 from unison.core.records import GenerationOutput, GenerationRequest
+from unison.processes.interruption import Interruption
 
 
 class InterruptibleClient:
@@ -29,3 +34,16 @@ class InterruptibleClient:
         """End all requests. To be called in the event loop's own thread."""
         self._stopped = True
         self._client.abort()
+
+
+@contextlib.contextmanager
+def stoppable(client: EngineClient, interruption: Interruption) -> Iterator[InterruptibleClient]:
+    """The client as one that an interruption stops: from within the event loop, not from the signal's handler."""
+    interruption.check()
+    guarded = InterruptibleClient(client)
+    loop = asyncio.get_running_loop()
+    forget = interruption.on_request(lambda: loop.call_soon_threadsafe(guarded.stop))
+    try:
+        yield guarded
+    finally:
+        forget()

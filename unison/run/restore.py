@@ -28,8 +28,8 @@ from unison.core.errors import CheckpointError, ConfigError, DataError
 from unison.core.records import Sample
 from unison.core.wire import decode_samples
 from unison.observability.run_folder import RunFolder
-from unison.replay import config_of_step, weights_after
 from unison.rollout.ledger import read_ledger
+from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
 from unison.weights.push import push_weights
 
@@ -88,7 +88,9 @@ def fork_start(config: TrainConfig) -> Start:
                 f"{getattr(config.model, name)!r}; the state of one model is no other's"
             )
     if start.pending:
-        start.notes.append(f"{len(start.pending)} pending samples of {run} are not taken over; their prompts come again")
+        start.notes.append(
+            f"{len(start.pending)} pending samples of {run} are not taken over; their prompts come again"
+        )
     start.pending, start.state.pending_draws = [], []
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
     start.state.seconds = 0.0
@@ -169,8 +171,8 @@ def _check_unsaved(folder: RunFolder, old: TrainConfig, new: TrainConfig) -> Non
     check_changes(old, new)
     if folder.summary.exists():
         raise CheckpointError(
-            f"the run in {folder.path} is finished, and its checkpoints are gone: it cannot be continued; choose another "
-            "folder with --run.dir DIR"
+            f"the run in {folder.path} is finished, and its checkpoints are gone: it cannot be continued; choose "
+            "another folder with --run.dir DIR"
         )
 
 

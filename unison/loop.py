@@ -464,7 +464,8 @@ def _is_scored(sample: Sample) -> bool:
 
 
 def _is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
-    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists()
+    exported = folder.model.exists() or not config.log.export
+    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
 
 
 def _already_finished(folder: RunFolder, state: RunState) -> RunResult:

@@ -28,6 +28,7 @@ from unison.checkpoint.manifest import (
     encode_pointer,
     file_name,
     folder_name,
+    parse_folder_name,
 )
 from unison.checkpoint.plain_data import encode_document
 from unison.checkpoint.retention import Retention, apply_retention
@@ -251,9 +252,10 @@ def _write_files(files: Path, job: _Job) -> Manifest:
 
 
 def _give_name(files: Path, root: Path, step: int) -> Path:
-    """Rename the complete folder to the first free name of its step; never onto another checkpoint."""
+    """Rename the complete folder to a name after all those of its step; never onto another checkpoint."""
     fault_point("checkpoint.before_rename")
-    serial = 0
+    taken = [parsed[1] for name in os.listdir(root) if (parsed := parse_folder_name(name)) and parsed[0] == step]
+    serial = max(taken, default=-1) + 1
     while True:
         path = root / folder_name(step, serial)
         serial += 1

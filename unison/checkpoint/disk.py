@@ -50,7 +50,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """A regular file's bytes, no link followed. Raises DamagedError that names it, MemoryError where it is too large."""
+    """A regular file's bytes, no link followed. Raises DamagedError that names it, and MemoryError."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         with open(os.open(path, flags), "rb") as file:

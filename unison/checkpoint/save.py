@@ -135,7 +135,8 @@ class Saver:
         """Return as soon as the tensors may change: at once if all are written, else after a copy of the others."""
         if self._job is not None and self.busy:
             try:
-                for tensor in self._job.tensors:
+                # From the far end: the writer works towards us, and what it has done by then needs no copy.
+                for tensor in reversed(self._job.tensors):
                     tensor.release()
             except (MemoryError, RuntimeError):
                 # No memory for copies (torch says so by a RuntimeError), or an error the thread meets as well.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +144,30 @@ def test_where_there_is_no_memory_for_copies_release_waits(tmp_path: Path, monke
     states.assert_is_state_of(load_newest(tmp_path)[0], 1)
 
 
+def test_where_there_is_no_thread_to_be_had_the_error_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    saver = states.saver(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", refuse)
+        saver.begin(1, {}, {}, {})
+    saver.save(1, states.tensors(1), states.documents(1), states.blobs(1))
+    states.assert_is_state_of(load_newest(tmp_path)[0], 1)
+
+
+def test_a_root_that_vanishes_while_the_disk_is_full_is_an_error_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanish(*args: object) -> None:
+        shutil.rmtree(tmp_path / "c")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("unison.checkpoint.save.write_file", vanish)
+    with pytest.raises(CheckpointError, match=r"No space left .* free bytes unknown"):
+        states.save(tmp_path / "c", 1)
+
+
 def test_calls_without_a_save_do_nothing(tmp_path: Path) -> None:
     saver = states.saver(tmp_path / "none")
     saver.release()
@@ -167,10 +194,12 @@ def test_a_stopped_save_is_not_swept_by_others_and_ends_when_it_goes_on(tmp_path
     while not (work := list(tmp_path.glob(".tmp-*/files/buffer.bin"))) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert work
-    time.sleep(0.05)
     states.save(tmp_path, 2)
     assert work[0].exists()
-    os.kill(int(work[0].parent.parent.name.split("-")[3]), signal.SIGCONT)
+    # Again and again: it may have been woken before it was put to sleep.
+    while not (tmp_path / "step-000001").exists() and time.monotonic() < deadline_s:
+        os.kill(int(work[0].parent.parent.name.split("-")[3]), signal.SIGCONT)
+        time.sleep(0.02)
     assert victim.exit_code() == 0
     states.assert_is_state_of(load(tmp_path, 1), 1)
     assert [entry.step for entry in find(tmp_path)] == [2, 1]

@@ -144,9 +144,12 @@ def check_room(root: Path, needed_bytes: int, what: str) -> None:
 
 
 def no_room(root: Path, needed_bytes: int, what: str, reason: str) -> CheckpointError:
-    free_bytes = shutil.disk_usage(root).free
+    try:
+        free = f"{shutil.disk_usage(root).free} bytes free"
+    except OSError as error:
+        free = f"free bytes unknown ({error.strerror})"
     return CheckpointError(
-        f"{what} was not written to {root}: {reason}; {needed_bytes} bytes needed, {free_bytes} bytes free. "
+        f"{what} was not written to {root}: {reason}; {needed_bytes} bytes needed, {free}. "
         "Earlier checkpoints are untouched. Make room, keep fewer checkpoints, or use another disk"
     )
 

@@ -122,14 +122,16 @@ class Saver:
         self.wait()
         job = _make_job(step, tensors, documents, blobs, score, self._shard_bytes)
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            if not self._root.exists():
+                self._root.mkdir(parents=True, exist_ok=True)
+                sync_folder(self._root.parent)
             job = replace(job, notes=tuple(sweep(self._root)))
             check_room(self._root, job.needed_bytes, job.label)
-        except OSError as error:
+            thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
+            thread.start()
+        except (OSError, RuntimeError) as error:  # a RuntimeError: no thread to be had
             raise _typed(error, self._root, job) from error
-        self._job = job
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
-        self._thread.start()
+        self._job, self._thread = job, thread
 
     def release(self) -> None:
         """Return as soon as the tensors may change: at once if all are written, else after a copy of the others."""

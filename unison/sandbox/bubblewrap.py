@@ -1,0 +1,176 @@
+"""A sandbox of Linux namespaces, made by bubblewrap (``bwrap``). What it isolates, and what not: docs/sandbox.md."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+from unison.core.errors import SandboxError
+from unison.sandbox.base import SandboxLimits, SandboxResult, check_job
+from unison.sandbox.cgroup import Cgroup, cgroup, find_parent
+from unison.sandbox.command import Tools, command, interpreter_folders
+from unison.sandbox.supervise import Supervisor, kill_process
+
+_START_S: Final = 20.0
+_END_S: Final = 5.0
+_SHOWN_CHARS: Final = 300
+
+
+class Bubblewrap:
+    """A ``Sandbox``. ``readable`` folders are shown inside under their own paths, beside the interpreter's."""
+
+    isolated = True
+
+    def __init__(self, tools: Tools, *, readable: Sequence[Path] = ()) -> None:
+        self._tools = tools
+        self._readable = (*interpreter_folders(), *(path.resolve() for path in readable))
+        self._cgroup_parent = find_parent()
+        self.python = (str(Path(sys.executable).resolve()), "-I", "-B", "-X", "utf8")
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """As ``Sandbox.run``. A command that does not exist ends with code 127."""
+        files, limits = files or {}, limits or SandboxLimits()
+        check_job(argv, files, limits)
+        with ExitStack() as stack:
+            group = stack.enter_context(cgroup(limits, self._cgroup_parent))
+            gate_read, gate_write = stack.enter_context(_pipe())
+            status_read, status_write = stack.enter_context(_pipe())
+            given = {name: stack.enter_context(_content(data)) for name, data in files.items()}
+            fds = {"status_fd": status_write.fileno(), "gate_fd": gate_read.fileno()}
+            line = command(self._tools, argv, given, limits, readable=self._readable, **fds)
+            started = _start(line, (*given.values(), gate_read.fileno(), status_write.fileno()))
+            namespace = _Namespace(started)
+            stack.callback(namespace.close)
+            watch = Supervisor(started, limits, stdin, stop=namespace.kill)
+            status_write.close()
+            namespace.enter(status_read.fileno(), group)
+            watch.watched_pid = namespace.pid or started.pid
+            gate_write.write(b"x")
+            watch.watch()
+            namespace.wait_until_empty()
+            result = watch.result(
+                ("rlimit", "samples", *(["cgroup"] if group else [])),
+                group.peak_memory_bytes() if group else None,
+                out_of_memory=group is not None and group.was_out_of_memory(),
+            )
+            # The last thing bwrap does before it runs the command is to take the byte out of the gate.
+            if select.select([gate_read], [], [], 0)[0]:
+                why = result.stderr[-_SHOWN_CHARS:].strip() or f"it took longer than {limits.wall_s} s"
+                raise SandboxError(f"the sandbox could not be set up: {why}")
+            return result
+
+
+class _Namespace:
+    """The processes of one run. The namespace's first one takes all others with it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._outer = os.pidfd_open(process.pid)
+        self._first: int | None = None
+        self.pid: int | None = None
+
+    def enter(self, status_fd: int, group: Cgroup | None) -> None:
+        """Learn the first process, and put it into its group, while it still waits at the gate."""
+        self.pid = _first_pid(status_fd)
+        if self.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._first = os.pidfd_open(self.pid)
+        if group is not None and self._first is not None:
+            try:
+                group.add(self.pid)
+            except OSError as error:
+                raise SandboxError(f"the control group {group.folder} took no process: {error}") from error
+
+    def kill(self) -> None:
+        if self._first is not None:
+            kill_process(self._first)
+        kill_process(self._outer)
+
+    def wait_until_empty(self) -> None:
+        """Raises SandboxError where the kernel does not end it."""
+        if self._first is not None and not select.select([self._first], [], [], _END_S)[0]:
+            raise SandboxError(f"process {self.pid} of a sandbox was killed {_END_S:.0f} s ago and is still there")
+
+    def close(self) -> None:
+        """Whatever happened, leave nothing running and no pipe open."""
+        try:
+            self.kill()
+            if self._process.returncode is None:
+                self._process.wait(_END_S)
+            self.wait_until_empty()
+        finally:
+            for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            for fd in (self._outer, self._first):
+                if fd is not None:
+                    os.close(fd)
+
+
+def _start(line: Sequence[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=fds,
+            cwd="/",
+            env={},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SandboxError(f"{line[0]} cannot be started: {error}") from error
+
+
+def _first_pid(status_fd: int) -> int | None:
+    """Process id of the namespace's first process, which bwrap writes as JSON; None where it fails before."""
+    text, give_up_s = b"", time.monotonic() + _START_S
+    while b"\n" not in text:
+        if not select.select([status_fd], [], [], max(0.0, give_up_s - time.monotonic()))[0]:
+            raise SandboxError(f"bwrap did not start within {_START_S:.0f} s")
+        part = os.read(status_fd, 4096)
+        if not part:
+            return None
+        text += part
+    return int(json.loads(text.partition(b"\n")[0])["child-pid"])
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    read_fd, write_fd = os.pipe()
+    with FileIO(read_fd, "rb") as read_end, FileIO(write_fd, "wb") as write_end:
+        yield read_end, write_end
+
+
+@contextmanager
+def _content(data: bytes) -> Iterator[int]:
+    """A descriptor from which ``data`` can be read; no file of this machine."""
+    fd = os.memfd_create("content")
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)

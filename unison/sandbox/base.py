@@ -13,9 +13,10 @@ from typing import Final, Literal, Protocol
 
 from unison.core.errors import SandboxError
 
-Outcome = Literal["ok", "error", "killed", "timeout", "memory", "output"]
+Outcome = Literal["ok", "error", "killed", "timeout", "memory", "output", "files"]
 """``ok``: exit code 0. ``error``: another one. ``killed``: ended by a signal. ``timeout``: wall or CPU time was up.
-``memory``: killed for the memory of all its processes. ``output``: killed for writing too much."""
+``memory``: killed for the memory of all its processes. ``output``: killed for writing too much. ``files``: killed for
+making too many."""
 
 WORK_DIR: Final = "/tmp"
 """Working folder, home and temporary folder inside: the only place where files can be written."""
@@ -40,6 +41,8 @@ class SandboxLimits:
     """Size of the working folder, which lies in memory."""
     file_bytes: int = 32 << 20
     """Size of each file written."""
+    files: int = 10_000
+    """Files and folders in the working folder (sampled): each costs the kernel memory even if empty."""
     output_bytes: int = 1 << 20
     """Kept of stdout, and of stderr; whoever writes more is killed."""
     processes: int = 32
@@ -76,7 +79,7 @@ class SandboxResult:
     cpu_s: float
     """Of all processes, as far as seen: what a process used after the last sample before it was killed is missing."""
     peak_memory_bytes: int | None
-    """Largest resident memory of all processes at a sample (every 20 ms) or by the cgroup; None where it ended first."""
+    """Largest memory of all processes at a sample (every 20 ms) or by the cgroup; None where it ended before."""
     bounded_by: tuple[str, ...]
     """What held the memory limit: ``rlimit`` (each process), ``samples`` and ``cgroup`` (all together)."""
 
@@ -119,15 +122,20 @@ def check_job(argv: Sequence[str], files: Mapping[str, bytes], limits: SandboxLi
         raise SandboxError(f"the command is {argv!r}; give a list: the program, then its arguments")
     for argument in argv:
         if not isinstance(argument, str) or "\0" in argument or not _encodable(argument):
-            raise SandboxError(f"the argument {argument!r:.100} cannot be passed to a program; pass such data as a file")
+            raise SandboxError(
+                f"the argument {argument!r:.100} cannot be passed to a program; pass such data as a file"
+            )
     for name, content in files.items():
         if not _FILE_NAME.fullmatch(name):
             raise SandboxError(f"the file name {name!r:.100} is none of a sandbox: use letters, digits, _ . - and /")
         if len(content) > limits.file_bytes:
             raise SandboxError(f"the file {name} has {len(content)} bytes; limits.file_bytes is {limits.file_bytes}")
     total = sum(map(len, files.values()))
-    if total > limits.disk_bytes:
-        raise SandboxError(f"the files have {total} bytes together; limits.disk_bytes is {limits.disk_bytes}")
+    if total > limits.disk_bytes or len(files) > limits.files:
+        raise SandboxError(
+            f"{len(files)} files of {total} bytes together; limits.files is {limits.files}, "
+            f"limits.disk_bytes {limits.disk_bytes}"
+        )
 
 
 def _encodable(text: str) -> bool:

@@ -7,18 +7,17 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
-from pathlib import Path
 from typing import Final
 
 from unison.core.errors import SandboxError
 from unison.sandbox.base import SandboxLimits, SandboxResult, check_job
 from unison.sandbox.cgroup import Cgroup, cgroup, find_parent
-from unison.sandbox.command import Tools, command, interpreter_folders
+from unison.sandbox.command import Descriptors, Tools, command, interpreter
+from unison.sandbox.seccomp import seccomp_program
 from unison.sandbox.supervise import Supervisor, kill_process
 
 _START_S: Final = 20.0
@@ -27,15 +26,15 @@ _SHOWN_CHARS: Final = 300
 
 
 class Bubblewrap:
-    """A ``Sandbox``. ``readable`` folders are shown inside under their own paths, beside the interpreter's."""
+    """A ``Sandbox``. Raises SandboxError on a kind of processor it has no filter of system calls for."""
 
     isolated = True
 
-    def __init__(self, tools: Tools, *, readable: Sequence[Path] = ()) -> None:
+    def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._readable = (*interpreter_folders(), *(path.resolve() for path in readable))
+        self._filter = seccomp_program()
         self._cgroup_parent = find_parent()
-        self.python = (str(Path(sys.executable).resolve()), "-I", "-B", "-X", "utf8")
+        self.python: tuple[str, ...] = (str(interpreter()), "-I", "-B", "-X", "utf8")
 
     def run(
         self,
@@ -53,15 +52,15 @@ class Bubblewrap:
             gate_read, gate_write = stack.enter_context(_pipe())
             status_read, status_write = stack.enter_context(_pipe())
             given = {name: stack.enter_context(_content(data)) for name, data in files.items()}
-            fds = {"status_fd": status_write.fileno(), "gate_fd": gate_read.fileno()}
-            line = command(self._tools, argv, given, limits, readable=self._readable, **fds)
-            started = _start(line, (*given.values(), gate_read.fileno(), status_write.fileno()))
+            filter_fd = stack.enter_context(_content(self._filter))
+            fds = Descriptors(status=status_write.fileno(), gate=gate_read.fileno(), filter=filter_fd, files=given)
+            started = _start(command(self._tools, argv, fds, limits), fds.all)
             namespace = _Namespace(started)
             stack.callback(namespace.close)
             watch = Supervisor(started, limits, stdin, stop=namespace.kill)
             status_write.close()
             namespace.enter(status_read.fileno(), group)
-            watch.watched_pid = namespace.pid or started.pid
+            watch.watched_pid, watch.watches_files = namespace.pid or started.pid, namespace.pid is not None
             gate_write.write(b"x")
             watch.watch()
             namespace.wait_until_empty()
@@ -116,6 +115,11 @@ class _Namespace:
             if self._process.returncode is None:
                 self._process.wait(_END_S)
             self.wait_until_empty()
+            # Its parent ended before it. Where this process takes in orphans, as the first one of a container does,
+            # it is ours to reap.
+            if self._first is not None:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PIDFD, self._first, os.WEXITED | os.WNOHANG)
         finally:
             for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
                 if pipe is not None:

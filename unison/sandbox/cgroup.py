@@ -34,7 +34,9 @@ class Cgroup:
         _write(self.folder / "cgroup.procs", pid)
 
     def was_out_of_memory(self) -> bool:
-        counts = dict(line.split() for line in _read(self.folder / "memory.events").splitlines() if line.count(" ") == 1)
+        counts = dict(
+            line.split() for line in _read(self.folder / "memory.events").splitlines() if line.count(" ") == 1
+        )
         return counts.get("oom_kill", "0") != "0"
 
     def peak_memory_bytes(self) -> int | None:

@@ -22,7 +22,7 @@ from unison.sandbox.supervise import rlimit_argv
 ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIR, "TMPDIR": WORK_DIR, "LANG": "C.UTF-8"}
 NOBODY: Final = 65534
 MADE_UP_USERS: Final = (1_800_000_000, 300_000_000)
-"""First and number. Ids no machine hands out; one at random for each run of root's, so that runs never share a count."""
+"""First and number. Ids no machine hands out; one at random for each run of root's, so that no two share a count."""
 _SHARED_MEMORY_BYTES: Final = 1 << 20
 _NAMESPACE_PROCESSES: Final = 1
 _TOP_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64")
@@ -38,31 +38,45 @@ class Tools:
     setpriv: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptors:
+    """Open files that bwrap inherits and closes before it runs the command."""
+
+    status: int
+    """bwrap writes here what it does, as JSON."""
+    gate: int
+    """bwrap takes a byte from here when all is set up."""
+    filter: int
+    """The filter of system calls."""
+    files: Mapping[str, int]
+    """Contents of the files in the working folder, by name."""
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (self.status, self.gate, self.filter, *self.files.values())
+
+
 def command(
     tools: Tools,
     argv: Sequence[str],
-    files: Mapping[str, int],
+    fds: Descriptors,
     limits: SandboxLimits,
-    *,
-    readable: Sequence[Path],
-    status_fd: int,
-    gate_fd: int,
 ) -> list[str]:
-    """``files`` maps names to descriptors to read them from; bwrap reports to ``status_fd``, waits at ``gate_fd``."""
-    as_other = _as_made_up_user(tools, readable) if os.geteuid() == 0 else []
+    """The whole line for one run."""
+    as_other = _as_made_up_user(tools) if os.geteuid() == 0 else []
     isolating = [
         tools.bwrap,
         # --unshare-all alone takes a user namespace only if it can be had; --disable-userns forbids any below it.
         *("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session"),
         *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv"),
         *(word for item in ENVIRONMENT.items() for word in ("--setenv", *item)),
-        *_system(readable),
+        *_system(),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", str(limits.disk_bytes), "--tmpfs", WORK_DIR),
-        *_files(files),
+        *_files(fds.files),
         *("--remount-ro", "/", "--chdir", WORK_DIR),
-        *("--json-status-fd", str(status_fd), "--block-fd", str(gate_fd), "--"),
+        *("--seccomp", str(fds.filter), "--json-status-fd", str(fds.status), "--block-fd", str(fds.gate), "--"),
     ]
     return [
         *as_other,
@@ -72,27 +86,19 @@ def command(
     ]
 
 
-def interpreter_folders() -> tuple[Path, ...]:
-    """What the interpreter that runs us needs besides /usr: programs and libraries of its prefix. No package of a venv."""
-    prefix = Path(sys.base_prefix).resolve()
-    if prefix == Path("/usr"):
-        return ()
-    return tuple(path for name in ("bin", "lib", "lib64") if (path := prefix / name).is_dir())
-
-
-def _as_made_up_user(tools: Tools, readable: Sequence[Path]) -> list[str]:
+def _as_made_up_user(tools: Tools) -> list[str]:
     first, number = MADE_UP_USERS
     user = str(first + secrets.randbelow(number))
     return [
         *(tools.bwrap, "--die-with-parent", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
-        *(*_system(readable), "--dir", WORK_DIR, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"),
+        *(*_system(), "--dir", WORK_DIR, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"),
         *(tools.setpriv, "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--no-new-privs", "--"),
     ]
 
 
-def _system(readable: Sequence[Path]) -> list[str]:
-    """Read-only: /usr without /usr/local, what the loader needs, and the readable folders."""
-    words = ["--ro-bind", "/usr", "/usr", "--tmpfs", "/usr/local"]
+def _system() -> list[str]:
+    """Read-only: /usr without /usr/local, what the loader needs, and the interpreter; no packages."""
+    words = ["--ro-bind", "/usr", "/usr", *_emptied("/usr/local")]
     for name in _TOP_FOLDERS:
         path = Path("/", name)
         if path.is_symlink():
@@ -103,11 +109,32 @@ def _system(readable: Sequence[Path]) -> list[str]:
     words += ["--dir", "/etc"]
     for name in _ETC:
         words += ["--ro-bind-try", name, name]
-    for path in readable:
-        for parent in reversed(path.parents[:-1]):
-            words += ["--dir", str(parent)]
-        words += ["--ro-bind", str(path), str(path)]
-    return [*words, "--remount-ro", "/usr/local"]
+    return [*words, *_interpreter()]
+
+
+def _interpreter() -> list[str]:
+    """The program that runs us and the libraries of its prefix, under their own paths."""
+    prefix = Path(sys.base_prefix).resolve()
+    libraries = [path for name in ("lib", "lib64") if (path := prefix / name).is_dir() and not path.is_symlink()]
+    words: list[str] = []
+    if prefix != Path("/usr"):
+        for path in (interpreter(), *libraries):
+            for parent in reversed(path.parents[:-1]):
+                words += ["--dir", str(parent)]
+            words += ["--ro-bind", str(path), str(path)]
+    for folder in libraries:
+        for packages in (*folder.glob("python3*/site-packages"), *folder.glob("python3*/dist-packages")):
+            words += _emptied(str(packages))
+    return words
+
+
+def interpreter() -> Path:
+    """The program that runs us; outside of a virtual environment's links."""
+    return Path(sys.executable).resolve()
+
+
+def _emptied(folder: str) -> list[str]:
+    return ["--tmpfs", folder, "--remount-ro", folder] if os.path.isdir(folder) else []
 
 
 def _files(files: Mapping[str, int]) -> list[str]:

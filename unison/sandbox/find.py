@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Final
 
 from unison.core.errors import SandboxError
@@ -18,7 +17,9 @@ from unison.sandbox.bubblewrap import Bubblewrap
 from unison.sandbox.command import ENVIRONMENT, Tools
 from unison.sandbox.plain import find_plain
 
-INSTALL: Final = "install bubblewrap 0.8 or newer and util-linux (Debian, Ubuntu: apt-get install bubblewrap util-linux)"
+INSTALL: Final = (
+    "install bubblewrap 0.8 or newer and util-linux (Debian, Ubuntu: apt-get install bubblewrap util-linux)"
+)
 ENABLE: Final = (
     "user namespaces must be allowed: sysctl user.max_user_namespaces=15000, kernel.unprivileged_userns_clone=1 where "
     "it exists, kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; in a container, start it with a seccomp "

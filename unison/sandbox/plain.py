@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from unison.core.errors import SandboxError
 from unison.sandbox.base import SandboxLimits, SandboxResult, check_job
+from unison.sandbox.command import interpreter
 from unison.sandbox.supervise import Supervisor, rlimit_argv
 
 
@@ -28,7 +28,7 @@ class PlainSubprocess:
 
     def __init__(self, prlimit: str) -> None:
         self._prlimit = prlimit
-        self.python = (str(Path(sys.executable).resolve()), "-I", "-B", "-X", "utf8")
+        self.python: tuple[str, ...] = (str(interpreter()), "-I", "-B", "-X", "utf8")
 
     def run(
         self,

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, Final
 
-from unison.sandbox.base import Outcome, SandboxLimits, SandboxResult
-from unison.sandbox.usage import Usage, tree_usage
+from unison.sandbox.base import WORK_DIR, Outcome, SandboxLimits, SandboxResult
+from unison.sandbox.usage import Usage, num_files, tree_usage
 
 SAMPLE_S: Final = 0.02
 DRAIN_S: Final = 0.5
@@ -25,7 +25,8 @@ class Supervisor:
     """Feeds stdin, keeps the head of stdout and stderr, samples usage, and calls ``stop`` where a limit is passed.
 
     ``process`` has three unbuffered pipes; ``stop`` kills it and all below it, may be called often, and must
-    also end what outlives the command itself. ``watched_pid`` is the root of the processes that are counted.
+    also end what outlives the command itself. ``watched_pid`` is the root of the processes that are counted, and
+    ``watches_files`` whether the working folder it sees is a file system of its own.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Supervisor:
         self._cause: Outcome | None = None
         self._exited = False
         self.watched_pid = process.pid
+        self.watches_files = False
 
     @property
     def deadline_s(self) -> float:
@@ -154,11 +156,11 @@ class Supervisor:
 
     def _sample(self) -> None:
         usage = tree_usage(self.watched_pid)
-        self._peak = Usage(
-            max(self._peak.memory_bytes, usage.memory_bytes), max(self._peak.cpu_s, usage.cpu_s)
-        )
+        self._peak = Usage(max(self._peak.memory_bytes, usage.memory_bytes), max(self._peak.cpu_s, usage.cpu_s))
         if usage.memory_bytes > self._limits.memory_bytes:
             self._end("memory")
+        elif self.watches_files and num_files(self.watched_pid, WORK_DIR) > self._limits.files:
+            self._end("files")
 
     def _end(self, cause: Outcome) -> None:
         if self._cause is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _PROC: Final = Path("/proc")
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_HELD: Final = re.compile(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", re.MULTILINE)
+"""Pages of a program's own; those of files, such as its libraries, could be dropped."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _MAX_PROCESSES: Final = 4096
 
@@ -28,12 +30,11 @@ def tree_usage(pid: int) -> Usage:
     while waiting and seen < _MAX_PROCESSES:
         current = waiting.pop()
         seen += 1
-        # The name in parentheses may hold anything; the fields after it are numbers. 11 to 14 there are the
-        # user and system time of the process and of its reaped children, 21 its resident pages.
-        fields = _read(_PROC / str(current) / "stat").rpartition(") ")[2].split()
-        if len(fields) > 21:
-            ticks += sum(map(int, fields[11:15]))
-            memory_bytes += max(0, int(fields[21])) * _PAGE_BYTES
+        # The name in parentheses may hold anything; the 12th to 15th of the numbers after it are the user and
+        # system time of the process and of its reaped children.
+        times = _read(_PROC / str(current) / "stat").rpartition(") ")[2].split()[11:15]
+        ticks += sum(map(int, times))
+        memory_bytes += sum(int(size) for size in _HELD.findall(_read(_PROC / str(current) / "status"))) * 1024
         for thread in _threads(current):
             waiting += map(int, _read(_PROC / str(current) / "task" / thread / "children").split())
     return Usage(memory_bytes, ticks / _TICKS_PER_S)
@@ -51,3 +52,12 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def num_files(pid: int, folder: str) -> int:
+    """Files and folders on the file system at ``folder`` as ``pid`` sees it; 0 where that cannot be seen."""
+    try:
+        room = os.statvfs(f"{_PROC}/{pid}/root{folder}")
+    except OSError:
+        return 0
+    return room.f_files - room.f_ffree

@@ -99,22 +99,23 @@ class _Namespace:
                 raise SandboxError(f"the control group {group.folder} took no process: {error}") from error
 
     def kill(self) -> None:
-        if self._first is not None:
-            kill_process(self._first)
-        kill_process(self._outer)
+        """From within: each bwrap outside reaps its child and ends by itself. Killed first, they would leave orphans."""
+        kill_process(self._outer if self._first is None else self._first)
 
     def wait_until_empty(self) -> None:
-        """Raises SandboxError where the kernel does not end it."""
+        """Until all is gone. Raises SandboxError where the kernel does not end it."""
         if self._first is not None and not select.select([self._first], [], [], _END_S)[0]:
             raise SandboxError(f"process {self.pid} of a sandbox was killed {_END_S:.0f} s ago and is still there")
+        if not select.select([self._outer], [], [], _END_S)[0]:
+            kill_process(self._outer)
 
     def close(self) -> None:
         """Whatever happened, leave nothing running and no pipe open."""
         try:
             self.kill()
+            self.wait_until_empty()
             if self._process.returncode is None:
                 self._process.wait(_END_S)
-            self.wait_until_empty()
             # Its parent ended before it. Where this process takes in orphans, as the first one of a container does,
             # it is ours to reap.
             if self._first is not None:

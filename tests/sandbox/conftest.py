@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import pytest
+
+from unison.sandbox.base import Sandbox
+from unison.sandbox.find import find_sandbox
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Sandbox:
+    """The machine's sandbox. What needs it is skipped where there is none, with the reason."""
+    found = find_sandbox()
+    if found.sandbox is None:
+        pytest.skip(f"no sandbox here: {found.reason}. {found.fix}")
+    return found.sandbox

@@ -35,9 +35,10 @@ def listener() -> Iterator[int]:
 
 
 def test_files_of_the_host_are_not_there(sandbox: Sandbox, canary: Path) -> None:
+    paths = [str(canary), str(Path.home()), str(Path.cwd()), __file__, "/etc/passwd", "/etc/shadow", "/sys", "/run"]
     program = f"""
 import os
-for path in {[str(canary), str(Path.home()), str(Path.cwd()), __file__, "/etc/passwd", "/etc/shadow", "/sys", "/run"]!r}:
+for path in {paths!r}:
     found = os.listdir(path) if os.path.isdir(path) else os.path.exists(path)
     print(path, found if found not in ([".pyenv"], [".local"]) else False)
 """
@@ -103,7 +104,8 @@ def test_links_lead_nowhere(sandbox: Sandbox, canary: Path) -> None:
 import os
 os.symlink({str(canary)!r}, "link")
 os.symlink("/proc/1/root" + {str(canary)!r}, "init")
-for path in ("link", "init", "/proc/self/root" + {str(canary)!r}, "/proc/1/cwd" + {str(canary)!r}, "../" * 9 + "etc/passwd"):
+canary = {str(canary)!r}
+for path in ("link", "init", "/proc/self/root" + canary, "/proc/1/cwd" + canary, "../" * 9 + "etc/passwd"):
     try:
         print("read", open(path).read())
     except OSError:

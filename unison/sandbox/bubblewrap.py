@@ -16,12 +16,13 @@ from typing import Final
 from unison.core.errors import SandboxError
 from unison.sandbox.base import SandboxLimits, SandboxResult, check_job
 from unison.sandbox.cgroup import Cgroup, cgroup, find_parent
-from unison.sandbox.command import Descriptors, Tools, command, interpreter
+from unison.sandbox.command import GO, Descriptors, Tools, command, interpreter, num_gates
 from unison.sandbox.seccomp import seccomp_program
 from unison.sandbox.supervise import Supervisor, kill_process
 
 _START_S: Final = 20.0
 _END_S: Final = 5.0
+_POLL_S: Final = 0.0005
 _SHOWN_CHARS: Final = 300
 
 
@@ -47,33 +48,45 @@ class Bubblewrap:
         """As ``Sandbox.run``. A command that does not exist ends with code 127."""
         files, limits = files or {}, limits or SandboxLimits()
         check_job(argv, files, limits)
+        try:
+            return self._run(argv, files, stdin, limits)
+        except OSError as error:
+            raise SandboxError(f"the sandbox failed: {error}") from error
+
+    def _run(
+        self, argv: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: SandboxLimits
+    ) -> SandboxResult:
         with ExitStack() as stack:
             group = stack.enter_context(cgroup(limits, self._cgroup_parent))
             gate_read, gate_write = stack.enter_context(_pipe())
             status_read, status_write = stack.enter_context(_pipe())
             given = {name: stack.enter_context(_content(data)) for name, data in files.items()}
+            inner_gate = stack.enter_context(FileIO(os.dup(gate_read.fileno()), "rb"))
             filter_fd = stack.enter_context(_content(self._filter))
-            fds = Descriptors(status=status_write.fileno(), gate=gate_read.fileno(), filter=filter_fd, files=given)
+            fds = Descriptors(
+                status=status_write.fileno(),
+                gate=gate_read.fileno(),
+                inner_gate=inner_gate.fileno(),
+                filter=filter_fd,
+                files=given,
+            )
             started = _start(command(self._tools, argv, fds, limits), fds.all)
             namespace = _Namespace(started)
             stack.callback(namespace.close)
-            watch = Supervisor(started, limits, stdin, stop=namespace.kill)
             status_write.close()
             namespace.enter(status_read.fileno(), group)
+            gate_write.write(b"x" * num_gates())
+            namespace.wait_until_set_up(gate_read.fileno())
+            # From here on all ends with this process; before, a program would outlive a caller that is killed.
+            watch = Supervisor(started, limits, GO + stdin, stop=namespace.kill)
             watch.watched_pid, watch.watches_files = namespace.pid or started.pid, namespace.pid is not None
-            gate_write.write(b"x")
             watch.watch()
             namespace.wait_until_empty()
-            result = watch.result(
+            return watch.result(
                 ("rlimit", "samples", *(["cgroup"] if group else [])),
                 group.peak_memory_bytes() if group else None,
                 out_of_memory=group is not None and group.was_out_of_memory(),
             )
-            # The last thing bwrap does before it runs the command is to take the byte out of the gate.
-            if select.select([gate_read], [], [], 0)[0]:
-                why = result.stderr[-_SHOWN_CHARS:].strip() or f"it took longer than {limits.wall_s} s"
-                raise SandboxError(f"the sandbox could not be set up: {why}")
-            return result
 
 
 class _Namespace:
@@ -98,8 +111,18 @@ class _Namespace:
             except OSError as error:
                 raise SandboxError(f"the control group {group.folder} took no process: {error}") from error
 
+    def wait_until_set_up(self, gate_fd: int) -> None:
+        """The last thing each bwrap does before it runs a command is to take its byte out of the gate."""
+        give_up_s = time.monotonic() + _START_S
+        while select.select([gate_fd], [], [], 0)[0]:
+            if time.monotonic() > give_up_s or select.select([self._outer], [], [], _POLL_S)[0]:
+                self.kill()
+                _, why = self._process.communicate()
+                shown = why.decode("utf-8", "backslashreplace")[-_SHOWN_CHARS:].strip()
+                raise SandboxError(f"the sandbox could not be set up: {shown or f'not in {_START_S:.0f} s'}")
+
     def kill(self) -> None:
-        """From within: each bwrap outside reaps its child and ends by itself. Killed first, they would leave orphans."""
+        """From within: each bwrap outside reaps its child, then ends. Killed first, it would leave an orphan."""
         kill_process(self._outer if self._first is None else self._first)
 
     def wait_until_empty(self) -> None:

@@ -3,7 +3,8 @@
 1. as root only: a bwrap that shows the interpreter to a made-up user, and setpriv, which becomes that user (the kernel
    exempts root from the limit on processes, in a user namespace as well, and a home of root's is closed to others);
 2. the bwrap that isolates, and holds nothing but what is named here;
-3. prlimit, which lowers its own limits, and then becomes the command.
+3. a shell that waits for the word to go: bwrap's own gate opens as well when whoever holds it dies;
+4. prlimit, which lowers its own limits, and then becomes the command.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIR, "TMPDIR": WORK_
 NOBODY: Final = 65534
 MADE_UP_USERS: Final = (1_800_000_000, 300_000_000)
 """First and number. Ids no machine hands out; one at random for each run of root's, so that no two share a count."""
+GO: Final = b"go\n"
+"""First line of stdin, without which nothing is run."""
+_WAIT_FOR_GO: Final = 'read -r go && exec "$@"'
 _SHARED_MEMORY_BYTES: Final = 1 << 20
 _NAMESPACE_PROCESSES: Final = 1
 _TOP_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64")
@@ -43,9 +47,11 @@ class Descriptors:
     """Open files that bwrap inherits and closes before it runs the command."""
 
     status: int
-    """bwrap writes here what it does, as JSON."""
+    """The outermost bwrap writes here what it does, as JSON."""
     gate: int
-    """bwrap takes a byte from here when all is set up."""
+    """Each bwrap takes a byte from here when all it does is done; nothing runs before."""
+    inner_gate: int
+    """The same, for the bwrap that isolates: the one around it closes its own."""
     filter: int
     """The filter of system calls."""
     files: Mapping[str, int]
@@ -53,7 +59,12 @@ class Descriptors:
 
     @property
     def all(self) -> tuple[int, ...]:
-        return (self.status, self.gate, self.filter, *self.files.values())
+        return (self.status, self.gate, self.inner_gate, self.filter, *self.files.values())
+
+
+def num_gates() -> int:
+    """How many bwraps a line has."""
+    return 2 if os.geteuid() == 0 else 1
 
 
 def command(
@@ -63,7 +74,8 @@ def command(
     limits: SandboxLimits,
 ) -> list[str]:
     """The whole line for one run."""
-    as_other = _as_made_up_user(tools) if os.geteuid() == 0 else []
+    outermost = ["--json-status-fd", str(fds.status)] if num_gates() == 1 else []
+    as_other = _as_made_up_user(tools, fds) if num_gates() > 1 else []
     isolating = [
         tools.bwrap,
         # --unshare-all alone takes a user namespace only if it can be had; --disable-userns forbids any below it.
@@ -76,22 +88,25 @@ def command(
         *("--size", str(limits.disk_bytes), "--tmpfs", WORK_DIR),
         *_files(fds.files),
         *("--remount-ro", "/", "--chdir", WORK_DIR),
-        *("--seccomp", str(fds.filter), "--json-status-fd", str(fds.status), "--block-fd", str(fds.gate), "--"),
+        *("--seccomp", str(fds.filter), *outermost, "--block-fd", str(fds.inner_gate), "--"),
     ]
     return [
         *as_other,
         *isolating,
+        *("/bin/sh", "-c", _WAIT_FOR_GO, "sh"),
         *rlimit_argv(tools.prlimit, limits, processes=limits.processes + _NAMESPACE_PROCESSES),
         *argv,
     ]
 
 
-def _as_made_up_user(tools: Tools) -> list[str]:
+def _as_made_up_user(tools: Tools, fds: Descriptors) -> list[str]:
     first, number = MADE_UP_USERS
     user = str(first + secrets.randbelow(number))
     return [
-        *(tools.bwrap, "--die-with-parent", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
-        *(*_system(), "--dir", WORK_DIR, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"),
+        # Its namespace of processes takes all within along; a signal to another user needs a right that bwrap drops.
+        *(tools.bwrap, "--unshare-pid", "--die-with-parent", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
+        *(*_system(), "--dir", WORK_DIR, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev"),
+        *("--json-status-fd", str(fds.status), "--block-fd", str(fds.gate), "--"),
         *(tools.setpriv, "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--no-new-privs", "--"),
     ]
 

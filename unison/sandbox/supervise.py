@@ -17,6 +17,8 @@ from unison.sandbox.usage import Usage, num_files, tree_usage
 SAMPLE_S: Final = 0.02
 DRAIN_S: Final = 0.5
 """How long after the end, or the kill, pipes that are still open are read."""
+_LAYERS: Final = 6
+"""Processes from the root down among which the first is that sees the working folder."""
 _CHUNK_BYTES: Final = 1 << 16
 _SIGNAL_BASE: Final = 128
 
@@ -159,7 +161,7 @@ class Supervisor:
         self._peak = Usage(max(self._peak.memory_bytes, usage.memory_bytes), max(self._peak.cpu_s, usage.cpu_s))
         if usage.memory_bytes > self._limits.memory_bytes:
             self._end("memory")
-        elif self.watches_files and num_files(self.watched_pid, WORK_DIR) > self._limits.files:
+        elif self.watches_files and max(num_files(pid, WORK_DIR) for pid in usage.pids[:_LAYERS]) > self._limits.files:
             self._end("files")
 
     def _end(self, cause: Outcome) -> None:

@@ -22,14 +22,16 @@ class Usage:
     memory_bytes: int
     cpu_s: float
     """Reaped children included."""
+    pids: tuple[int, ...] = ()
+    """From the root down."""
 
 
 def tree_usage(pid: int) -> Usage:
     """Of ``pid`` and its descendants; zero for those that are gone."""
-    memory_bytes, ticks, waiting, seen = 0, 0, [pid], 0
-    while waiting and seen < _MAX_PROCESSES:
+    memory_bytes, ticks, waiting, seen = 0, 0, [pid], list[int]()
+    while waiting and len(seen) < _MAX_PROCESSES:
         current = waiting.pop()
-        seen += 1
+        seen.append(current)
         # The name in parentheses may hold anything; the 12th to 15th of the numbers after it are the user and
         # system time of the process and of its reaped children.
         times = _read(_PROC / str(current) / "stat").rpartition(") ")[2].split()[11:15]
@@ -37,7 +39,7 @@ def tree_usage(pid: int) -> Usage:
         memory_bytes += sum(int(size) for size in _HELD.findall(_read(_PROC / str(current) / "status"))) * 1024
         for thread in _threads(current):
             waiting += map(int, _read(_PROC / str(current) / "task" / thread / "children").split())
-    return Usage(memory_bytes, ticks / _TICKS_PER_S)
+    return Usage(memory_bytes, ticks / _TICKS_PER_S, tuple(seen))
 
 
 def _threads(pid: int) -> list[str]:

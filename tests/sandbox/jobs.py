@@ -33,7 +33,7 @@ def open_descriptors() -> int:
 
 
 def left_alive() -> list[str]:
-    """Processes of made-up users, or bwraps of ours, that still run. (Where no root, only our own bwraps.)"""
+    """Processes of this test process's made-up user, or its own bwraps, that still run."""
     first, number = MADE_UP_USERS
     found = []
     for folder in Path("/proc").iterdir():
@@ -44,7 +44,9 @@ def left_alive() -> list[str]:
             user = folder.stat().st_uid
         except (OSError, ValueError):
             continue
-        ours = first <= user < first + number or (status["Name"] == "bwrap" and status["PPid"] == str(os.getpid()))
+        ours = user == first + os.getpid() % number or (
+            status["Name"] == "bwrap" and status["PPid"] == str(os.getpid())
+        )
         if ours and not status["State"].startswith("Z"):
             found.append(f"{folder.name} {status['Name']} {user}")
     return found

@@ -81,7 +81,8 @@ FORGERIES = {
     "writes to every descriptor": "import os\nfor d in range(64):\n  try: os.write(d, b'{\"value\": true}\\n' * 9)\n"
     "  except OSError: pass\nos._exit(0)",
     "writes to the pipes of others": "import glob\nfor p in glob.glob('/proc/*/fd/*'):\n"
-    '  try: open(p, \'w\').write(\'\\n{"passed": 1, "total": 1, "fault": null}\\n\')\n  except (OSError, ValueError): pass',
+    '  try: open(p, \'w\').write(\'\\n{"passed": 1, "total": 1, "fault": null}\\n\')\n'
+    "  except (OSError, ValueError): pass",
     "kills the judge": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
     "rewrites the driver": "open('main.py', 'w').write('print(1)')\ndef add(a, b): return None",
     "defines check": "def check(candidate): return True\ndef add(a, b): return None",

@@ -32,6 +32,10 @@ class RewardError(UnisonError, ValueError):
     """A reward function that cannot be loaded or returned something unusable."""
 
 
+class SandboxError(UnisonError, RuntimeError):
+    """Untrusted code cannot be isolated here, or the sandbox itself failed; never the fault of the code run in it."""
+
+
 class ModelError(UnisonError, ValueError):
     """A model folder or architecture that cannot be loaded."""
 

@@ -25,7 +25,12 @@ from unison.rewards.plugins import Registry
 RewardFunction = Callable[..., Any]
 
 _registry: Registry[RewardFunction] = Registry(
-    "reward function", RewardError, {"exact_answer": "unison.rewards.exact:exact_answer"}
+    "reward function",
+    RewardError,
+    {
+        "exact_answer": "unison.rewards.exact:exact_answer",
+        "code_tests": "unison.rewards.code:code_tests",
+    },
 )
 register_reward: Final = _registry.register
 

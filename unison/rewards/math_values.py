@@ -104,14 +104,23 @@ def _check_power(part: Any, sympy: Any) -> None:
             raise Refused("a tower of powers")
         size = Fraction(str(sympy.Abs(exponent).evalf(15, maxn=30))) if exponent.is_number else Fraction(0)
     if base.free_symbols:
-        limit = MAX_EXPONENT if base.is_Symbol or base.is_Mul else MAX_SYMBOLIC_EXPONENT
-        if abs(size) > limit:
+        limit = MAX_SYMBOLIC_EXPONENT if base.has(sympy.Add) else MAX_EXPONENT
+        if abs(size) * _reach(base, sympy) > limit:
             raise Refused(f"an exponent of more than {limit}")
         return
     value = exact_value(base, sympy)
     digits = _num_digits(value) if value is not None else _magnitude(base, sympy)
     if digits * abs(size) > MAX_VALUE_DIGITS:
         raise Refused(f"a power of more than {MAX_VALUE_DIGITS} digits")
+
+
+def _reach(expression: Any, sympy: Any) -> Fraction:
+    """The largest product of numeric exponents on the way down: 6 for ((x^2)^3 + 1)."""
+    largest = max((_reach(part, sympy) for part in expression.args), default=Fraction(1))
+    if expression.is_Pow and expression.args[1].is_Rational:
+        exponent = expression.args[1]
+        largest *= max(Fraction(1), abs(Fraction(int(exponent.p), int(exponent.q))))
+    return largest
 
 
 def _magnitude(base: Any, sympy: Any) -> float:

@@ -176,6 +176,7 @@ def _same_expression(gold: Any, answer: Any) -> bool:
         return gold.shape == answer.shape and all(
             _same_expression(a, b) for a, b in zip(gold.flat(), answer.flat(), strict=True)
         )
+    gold, answer = _unwrapped(gold, answer, sympy)
     numbers = [isinstance(side, sympy.Expr) and not side.free_symbols for side in (gold, answer)]
     if all(numbers):
         same = same_number(gold, answer, sympy)
@@ -184,6 +185,17 @@ def _same_expression(gold: Any, answer: Any) -> bool:
     if all(isinstance(side, sympy.Expr) for side in (gold, answer)) and not probes_agree(gold, answer, sympy):
         return False
     return bool(grader.verify(gold, answer, timeout_seconds=None))
+
+
+def _unwrapped(gold: Any, answer: Any, sympy: Any) -> tuple[Any, Any]:
+    """``x = 5`` as 5, where the other side is an expression, or says the same of the same unknown."""
+    assigned = [isinstance(side, sympy.Eq) and side.lhs.is_Symbol for side in (gold, answer)]
+    if all(assigned) and gold.lhs != answer.lhs:
+        return gold, answer
+    bare = [isinstance(side, sympy.Expr) for side in (gold, answer)]
+    if all(one or other for one, other in zip(assigned, bare, strict=True)):
+        gold, answer = (side.rhs if one else side for side, one in zip((gold, answer), assigned, strict=True))
+    return gold, answer
 
 
 @cache

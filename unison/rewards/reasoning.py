@@ -56,6 +56,10 @@ _ROW_PARTS: Final = {
     "polynomial_multiplication": ("answer",),
     "simple_integration": ("metadata", "integrand"),
 }
+BROKEN: Final[Mapping[str, str]] = {
+    "game_of_life_halting": "its scorer compares truth values of text, so that any answer that is not empty is right"
+}
+"""Data sets that are refused, and why (reasoning-gym 0.1.25)."""
 _TUPLE_ROWS: Final = frozenset({"arc_agi", "rearc"})
 """Their scorers compare with tuples, which JSON had turned into lists."""
 
@@ -154,6 +158,8 @@ def _scorer(name: str, config_json: str) -> Any:
     factory = optional_module("reasoning_gym.factory", "reasoning-gym")
     if name == "composite":
         raise ValueError("composite mixes data sets; give the name of the entry's own as dataset (its source_dataset)")
+    if name in BROKEN:
+        raise ValueError(f"the data set {name!r} cannot be used: {BROKEN[name]}")
     if name not in factory.DATASETS:
         raise ValueError(f"reasoning-gym has no data set {name!r}")
     try:

@@ -10,6 +10,7 @@ from unison.core.errors import RewardError
 from unison.rewards.extract import last_box
 
 MAX_OPTIONS: Final = len(ascii_uppercase)
+_MAX_BOX_CHARS: Final = 64
 _LETTER: Final = re.compile(r"[\s(\[*]*(?:\\text(?:bf)?\{\s*)?[\s(\[]*([A-Za-z])(?=[\s)\]}.:,*]|$)")
 _ANNOUNCED: Final = re.compile(
     r"\b[Aa][Nn][Ss][Ww][Ee][Rr](?: is|:| is:)[\s*:]{0,8}[(\[]?([A-Z])(?![A-Za-z0-9'\u2019])"
@@ -36,7 +37,7 @@ def chosen_letter(text: str, letters: str) -> str | None:
     """The letter a response decides for, None where it names none of ``letters``."""
     box = last_box(text)
     if box is not None:
-        match = _LETTER.match(box)
+        match = _LETTER.match(box[:_MAX_BOX_CHARS])
         return match.group(1).upper() if match else None
     for pattern in (_ANNOUNCED, _ALONE):
         chosen = None

@@ -15,6 +15,9 @@ Source = Literal["text", "box", "tag"]
 
 MAX_JSON_CHARS: Final = 100_000
 """Only this many characters at the end of a response are searched for a JSON value."""
+MAX_BROKEN_JSON: Final = 256
+"""After this many places where an object begins and does not end well, the search is given up."""
+_OBJECT: Final = re.compile(r'\{(?=\s*["}])')
 _BOX_TOKENS: Final = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
 _NUMBER: Final = re.compile(
     r"(?:(?<![\w.)\]}])[-+\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?|(?<![\w.])[-+\u2212]?\.\d+"
@@ -96,13 +99,16 @@ def last_json(text: str) -> Any:
             return decoder.decode(block.strip())
         except RecursionError as error:
             raise ValueError("the JSON is nested too deeply") from error
-    found, position = None, text.find("{")
-    while position >= 0:
+    found, start, num_broken = None, _OBJECT.search(text), 0
+    while start and num_broken < MAX_BROKEN_JSON:
         try:
-            found, end = decoder.raw_decode(text, position)
+            found, end = decoder.raw_decode(text, start.start())
         except (ValueError, RecursionError):
-            end = position + 1
-        position = text.find("{", end)
+            end = start.end()
+            num_broken += 1
+        start = _OBJECT.search(text, end)
+    if start is not None:
+        raise ValueError(f"more than {MAX_BROKEN_JSON} objects are broken")
     if found is None:
         raise ValueError("the response holds no JSON object")
     return found

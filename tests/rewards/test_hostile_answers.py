@@ -16,7 +16,8 @@ from tests.rewards.hostile_answers import answers
 pytest.importorskip("math_verify")
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("jsonschema")
-LIMIT_S = 240
+pytestmark = pytest.mark.slow
+LIMIT_S = 400
 
 
 @pytest.fixture(scope="module")

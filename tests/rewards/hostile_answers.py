@@ -19,8 +19,12 @@ WATCHED = {"os.system", "subprocess.Popen", "os.exec", "os.fork", "os.posix_spaw
 
 def answers(canary: str) -> list[str]:
     """The answers; a call in one of them would make the file ``canary``."""
+    return code(canary) + signs_and_sizes()
+
+
+def code(canary: str) -> list[str]:
     touch = f"__import__('os').system('touch {canary}')"
-    code = [
+    return [
         touch,
         f"eval({touch!r})",
         f"exec({touch!r})",
@@ -55,6 +59,9 @@ def answers(canary: str) -> list[str]:
         f'{{"$ref": "file://{canary}"}}',
         f"cos\nsystem\n(S'touch {canary}'\ntR.",
     ]
+
+
+def signs_and_sizes() -> list[str]:
     templates = [
         "{{ ''.__class__.__mro__ }}",
         "{% for x in range(10**9) %}{% endfor %}",
@@ -103,7 +110,7 @@ def answers(canary: str) -> list[str]:
         "\\operatorname{zeros}(99999,99999)",
         "\\gcd(9^{9^9}, 3)",
     ]
-    return code + templates + signs + sizes + powers
+    return templates + signs + sizes + powers
 
 
 def labels() -> dict[str, list[Any]]:
@@ -124,7 +131,7 @@ def labels() -> dict[str, list[Any]]:
         "json_schema": [
             {"type": "object", "required": ["n"], "additionalProperties": {"type": "integer", "multipleOf": 3}}
         ],
-        "math_answer": ["3", "(1,2)", "\\{1,2\\}", "x^2+1", "x=3", "\\sqrt{2}"],
+        "math_answer": ["3", "(1,2)", "x^2+1"],
         "multiple_choice": ["B"],
         "reasoning_gym": rows,
     }

@@ -30,6 +30,13 @@ _registry: Registry[RewardFunction] = Registry(
     {
         "exact_answer": "unison.rewards.exact:exact_answer",
         "code_tests": "unison.rewards.code:code_tests",
+        "exact_match": "unison.rewards.words:exact_match",
+        "f1": "unison.rewards.words:f1",
+        "format_tags": "unison.rewards.tags:format_tags",
+        "json_schema": "unison.rewards.schema:json_schema",
+        "math_answer": "unison.rewards.mathematics:math_answer",
+        "multiple_choice": "unison.rewards.choice:multiple_choice",
+        "reasoning_gym": "unison.rewards.reasoning:reasoning_gym",
     },
 )
 register_reward: Final = _registry.register

@@ -32,6 +32,10 @@ class RewardError(UnisonError, ValueError):
     """A reward function that cannot be loaded or returned something unusable."""
 
 
+class WorkerError(UnisonError, RuntimeError):
+    """A worker process that cannot be started, or a pool of them that cannot go on."""
+
+
 class ModelError(UnisonError, ValueError):
     """A model folder or architecture that cannot be loaded."""
 

@@ -6,6 +6,10 @@ import traceback
 from pathlib import Path
 
 
+class OutOfMemoryError(MemoryError):
+    """A service that knows more of a MemoryError than the place it was raised from; its text is the whole reason."""
+
+
 def describe(error: BaseException) -> str:
     """``ValueError: no number (at my_rewards.py:12)``."""
     return f"{type(error).__name__}: {text_of(error)}{place_of(error)}"

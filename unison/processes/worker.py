@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from unison.core.errors import UnisonError
-from unison.processes.faults import describe
+from unison.processes.faults import OutOfMemoryError, describe
 from unison.processes.protocol import (
     MAX_CALL_BYTES,
     MAX_REPLY_BYTES,
@@ -143,7 +143,8 @@ def _answer(service: Service, call: Call) -> Reply:
     try:
         payload = service(call.payload)
     except MemoryError as error:
-        return Raised(call.call_id, "memory", f"out of memory: {describe(error)}"[:_MAX_REASON_CHARS])
+        reason = str(error) if isinstance(error, OutOfMemoryError) else f"out of memory: {describe(error)}"
+        return Raised(call.call_id, "memory", reason[:_MAX_REASON_CHARS])
     except BaseException as error:  # sys.exit and the like included: each becomes that call's outcome
         return Raised(call.call_id, "error", describe(error)[:_MAX_REASON_CHARS])
     if len(payload) > MAX_REPLY_BYTES - (1 << 10):

@@ -26,6 +26,7 @@ from unison.observability.progress import Progress
 from unison.observability.run_folder import RunFolder, check_unused
 from unison.observability.sinks import JsonlSink, MultiSink
 from unison.rewards.scoring import RewardReport, score
+from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect
 from unison.rollout.summary import rollout_metrics
 from unison.training.arithmetic import BatchArithmetic
@@ -106,9 +107,9 @@ class Run:
         started = time.perf_counter()
         samples = await self._collect("rollout", self.parts.draw())
         seconds = time.perf_counter() - started
-        self.score(samples, step)
+        report = self.score(samples, step)
         scored = time.perf_counter() - started - seconds
-        metrics = rollout_metrics(samples)
+        metrics = rollout_metrics(samples) | reward_metrics(samples, report, self.parts.reward)
         metrics["rollout/seconds"] = seconds
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(seconds, 1e-9)
         metrics["reward/seconds"] = scored
@@ -123,7 +124,8 @@ class Run:
             self._progress.print(f"note: step {step}: {len(report.failures)} samples were unscorable in all")
         if step <= 1 and report.failures and not report.num_scored:
             raise RewardError(
-                f"the reward {self.config.reward.function!r} could score none of the first {len(samples)} samples; "
+                f"the reward {' + '.join(map(repr, self.parts.reward.weights))} could score none of the first "
+                f"{len(samples)} samples; "
                 f"the first one: {report.failures[0].reason}"
             )
         return report
@@ -257,6 +259,7 @@ class Run:
             self._progress.print(f"note: no plot: {error}")
 
     def close(self) -> None:
+        self.parts.reward.close()
         self._sinks.close()
         self.folder.close()
 

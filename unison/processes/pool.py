@@ -164,9 +164,9 @@ class _Crew:
             self._tell_guard(b"+%d\n" % worker.pid)
         return worker
 
-    def dismiss(self, worker: WorkerProcess) -> str:
+    def dismiss(self, worker: WorkerProcess, *, is_gone: bool = False) -> str:
         """End a worker; how it ended."""
-        how = worker.bury()
+        how = worker.bury(is_gone=is_gone)
         with self._lock:
             self._workers.discard(worker)
             self._tell_guard(b"-%d\n" % worker.pid)
@@ -263,7 +263,7 @@ class _Place:
             self._replace(worker)
             return Failed("timeout", f"ran past its limit of {job.timeout_s:g} s")
         except GoneError as error:
-            how = self._replace(worker)
+            how = self._replace(worker, is_gone=True)
             if self._crew.closed:
                 raise WorkerError("the worker pool was closed during this call") from error
             return Failed("crash", how if how.startswith("its process") else str(error))
@@ -280,10 +280,10 @@ class _Place:
         self._replace(worker)
         return Failed("crash", "its process answered out of turn")
 
-    def _replace(self, worker: WorkerProcess) -> str:
+    def _replace(self, worker: WorkerProcess, *, is_gone: bool = False) -> str:
         self._worker, self._successor = self._successor, None
         self._crew.count_restart()
-        return self._crew.dismiss(worker)
+        return self._crew.dismiss(worker, is_gone=is_gone)
 
     def _prepare_successor(self) -> None:
         if self._successor is None and not self._crew.closed:
@@ -307,7 +307,7 @@ class _Place:
             else:
                 return worker
             self._worker = None
-            how = self._crew.dismiss(worker)
+            how = self._crew.dismiss(worker, is_gone=True)
             if how.startswith("its process") and "ended" in reason:
                 reason = f"a worker could not start: {how}"
         raise WorkerError(reason)

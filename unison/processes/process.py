@@ -32,6 +32,7 @@ _ENVIRONMENT: Final = {
 }
 _MAX_LOG_BYTES: Final = 8192
 _MAX_LOG_CHARS_SHOWN: Final = 200
+_LAST_MOMENTS_S: Final = 0.05
 _READ_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 1 << 16
 _CRASH_PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
@@ -125,12 +126,15 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(number, signal.SIGKILL)
 
-    def bury(self) -> str:
-        """Kill it, wait for its end, and close its pipes; how it ended, for people."""
+    def bury(self, *, is_gone: bool = False) -> str:
+        """Kill it, wait for its end, and close its pipes; how it ended, for people.
+
+        ``is_gone``: its channel is closed, so that it may be about to end by itself.
+        """
         with contextlib.suppress(OSError):
             self._drain_log()
         # One that died by itself is found in this state only before it is killed here.
-        ended_by_itself = _has_ended(self._process)
+        ended_by_itself = _has_ended(self._process, _LAST_MOMENTS_S if is_gone else 0.0)
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -209,9 +213,9 @@ def _read(fd: int) -> bytes | None:
         return None
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has, or is about to: its channel closes a moment before its state changes. It stays unreaped."""
-    until = time.monotonic() + 0.05
+def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
+    """Whether it has: its channel closes a moment before its state changes. It is not reaped."""
+    until = time.monotonic() + patience_s
     while True:
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None or time.monotonic() > until:

@@ -147,6 +147,8 @@ def _answer(service: Service, call: Call) -> Reply:
         return Raised(call.call_id, "memory", reason[:_MAX_REASON_CHARS])
     except BaseException as error:  # sys.exit and the like included: each becomes that call's outcome
         return Raised(call.call_id, "error", describe(error)[:_MAX_REASON_CHARS])
+    if not isinstance(payload, bytes):
+        return Raised(call.call_id, "error", f"TypeError: answered a {type(payload).__name__} in place of bytes")
     if len(payload) > MAX_REPLY_BYTES - (1 << 10):
         return Raised(call.call_id, "error", f"answered {len(payload)} bytes; at most {MAX_REPLY_BYTES} are taken")
     return Answer(call.call_id, payload)

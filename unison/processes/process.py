@@ -229,9 +229,11 @@ def _descendants(pid: int) -> list[int]:
     parents = [pid]
     while parents:
         parent = parents.pop()
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                parents += [int(child) for child in children.read_text().split()]
+        # Any of them may end while it is looked at.
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children = Path(f"/proc/{parent}/task/{thread}/children").read_text()
+                parents += [int(child) for child in children.split()]
         if parent != pid:
             found.append(parent)
     return found

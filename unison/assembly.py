@@ -10,7 +10,6 @@ import torch
 from unison.algorithms.advantages import AdvantageEstimator, get_advantage
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
-from unison.core.protocols import Grader
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import derive_seed
 from unison.data.cursor import PromptCursor
@@ -26,6 +25,7 @@ from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
 from unison.rewards.base import load_reward
+from unison.rewards.combined import WeightedReward
 from unison.rollout.collect import PromptTask, RolloutFunction
 from unison.rollout.filters import GroupFilter, load_filter
 from unison.rollout.functions import load_rollout
@@ -58,7 +58,7 @@ class Parts:
     prompts: EncodedPrompts
     cursor: PromptCursor
     eval_tasks: list[PromptTask]
-    reward: Grader
+    reward: WeightedReward
     estimator: AdvantageEstimator
     group_filter: GroupFilter | None
     rollout_function: RolloutFunction | None
@@ -84,7 +84,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
     rollout_function = load_rollout(config.rollout.function)
-    reward = load_reward(config.reward)
+    reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
     spec = read_spec(read_config(folder))

@@ -26,7 +26,8 @@ from unison.observability.run_files import run_lock
 from unison.observability.run_folder import RunFolder, holds_run
 from unison.observability.sinks import JsonlSink, MultiSink
 from unison.processes.interruption import Interruption
-from unison.rewards.scoring import RewardReport, score
+from unison.rewards.scoring import RewardReport, merge_reports, score
+from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
@@ -192,12 +193,13 @@ class Run:
             self._pending_draws = []
         seconds, scored_s = 0.0, 0.0
         filtered: dict[str, str] = {}
+        reports: list[RewardReport] = []
         tasks = tasks_of(self._pending) or self._draw(rollout.prompts_per_step)
         while True:
             started = time.perf_counter()
             await self._collect(tasks)
             collected = time.perf_counter()
-            self.score([sample for sample in self._pending if not _is_scored(sample)], step)
+            reports.append(self.score([sample for sample in self._pending if not _is_scored(sample)], step))
             filtered = discarded_groups(self._pending, self.parts.group_filter)
             seconds, scored_s = seconds + collected - started, scored_s + time.perf_counter() - collected
             if not filtered or len(self._pending_draws) > rollout.refill:
@@ -207,6 +209,7 @@ class Run:
                 break
             tasks = tasks_of(self._pending) + self._draw(missing)
         metrics = rollout_metrics(self._pending)
+        metrics |= reward_metrics(self._pending, merge_reports(reports), self.parts.reward)
         metrics["rollout/seconds"] = seconds
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(seconds, 1e-9)
         metrics["rollout/filtered_groups"] = float(len(filtered))
@@ -224,7 +227,8 @@ class Run:
             self._progress.print(f"note: step {step}: {len(report.failures)} samples were unscorable in all")
         if step <= 1 and report.failures and not report.num_scored:
             raise RewardError(
-                f"the reward {self.config.reward.function!r} could score none of the first {len(samples)} samples; "
+                f"the reward {' + '.join(map(repr, self.parts.reward.weights))} could score none of the first "
+                f"{len(samples)} samples; "
                 f"the first one: {report.failures[0].reason}"
             )
         return report
@@ -381,6 +385,7 @@ class Run:
 
     def close(self) -> None:
         self.checkpoints.close()
+        self.parts.reward.close()
         self._sinks.close()
         self.folder.close()
 

@@ -36,6 +36,10 @@ class SandboxError(UnisonError, RuntimeError):
     """Untrusted code cannot be isolated here, or the sandbox itself failed; never the fault of the code run in it."""
 
 
+class WorkerError(UnisonError, RuntimeError):
+    """A worker process that cannot be started, or a pool of them that cannot go on."""
+
+
 class ModelError(UnisonError, ValueError):
     """A model folder or architecture that cannot be loaded."""
 

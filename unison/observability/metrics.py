@@ -117,7 +117,42 @@ _ROLLOUT: Final = (
         "s",
         "Time of the reward function for the step's samples.",
         "far below rollout/seconds",
-        "make the reward function cheaper",
+        "make the reward function cheaper, or raise reward.workers",
+    ),
+    _metric(
+        "reward/timeouts",
+        "calls",
+        "Calls of reward functions that ran past their deadline, those of whole batches included.",
+        "0",
+        "see `error` in rollouts.jsonl; raise reward.timeout_s, or mend the function",
+    ),
+    _metric(
+        "reward/crashes",
+        "calls",
+        "Calls whose grader process ran out of memory or died.",
+        "0",
+        "see `error` in rollouts.jsonl; raise reward.memory_mb, or mend the function",
+    ),
+    _metric(
+        "reward/workers_restarted",
+        "processes",
+        "Grader processes replaced after a timeout or a crash.",
+        "0",
+        "as for reward/timeouts and reward/crashes",
+    ),
+    _metric(
+        "reward/part/<name>/mean",
+        "reward",
+        "Mean of one part of the reward, before its weight, over the samples it has an opinion of.",
+        "rises for the parts that matter",
+        "one part rises and the others fall: change the weights",
+    ),
+    _metric(
+        "reward/part/<name>/std",
+        "reward",
+        "Standard deviation of that part over the same samples.",
+        "above 0",
+        "0: the part tells no sample from another; leave it out, or make it finer",
     ),
 )
 

@@ -58,7 +58,9 @@ class SetResult:
         found[f"{prefix}unscorable"] = float(self.num_unscorable)
         found[f"{prefix}length_mean"] = self.sampled.length_mean
         found[f"{prefix}truncated_share"] = self.sampled.truncated_share
-        found[f"{prefix}seconds"] = self.seconds
+        if self.name != MAIN:
+            # Without a set's name it is the time of all sets.
+            found[f"{prefix}seconds"] = self.seconds
         return found
 
     def as_json(self) -> dict[str, Any]:

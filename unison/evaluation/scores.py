@@ -78,9 +78,7 @@ def summarise(
         accuracy=estimate_mean(means, confidence, copies),
         bounds=(_filled(rows, 0.0), _filled(rows, 1.0)),
         pass_at={
-            k: estimate_mean(
-                [pass_at_k(copies, row.num_passed(pass_threshold), k) for row in rows], confidence, copies
-            )
+            k: estimate_mean([pass_at_k(copies, row.num_passed(pass_threshold), k) for row in rows], confidence, copies)
             for k in pass_k
         },
         num_scored_problems=len(means),

@@ -175,7 +175,7 @@ def _check_version(samples: Sequence[Sample], version: int, settings: SetSetting
         if used - {version}:
             raise EvaluationError(
                 f"the evaluation of {settings.where} under weights version {version} is void: {sample.sample_id} was "
-                f"answered under version {', '.join(map(str, sorted(used)))}; hold weight updates back until it has ended"
+                f"answered under version {', '.join(map(str, sorted(used)))}; hold weight updates back until it ends"
             )
 
 

@@ -11,6 +11,7 @@ from unison.config.names import did_you_mean
 from unison.core.errors import UnisonError
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
+_FAMILY: Final = re.compile(r"[a-z][a-z0-9_]*(/([a-z][a-z0-9_]*|\*))+")
 
 
 class MetricError(UnisonError, ValueError):
@@ -19,7 +20,11 @@ class MetricError(UnisonError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """``name`` is ``group/stat`` and never changes; ``healthy`` is the usual range, ``advice`` what to do outside."""
+    """``name`` is ``group/stat`` and never changes; ``healthy`` is the usual range, ``advice`` what to do outside.
+
+    A name with ``*`` stands for a family: ``*`` is any one component, so ``eval/*/accuracy`` explains
+    ``eval/hard/accuracy``.
+    """
 
     name: str
     description: str
@@ -37,8 +42,8 @@ class MetricRegistry:
             self.register(metric)
 
     def register(self, metric: Metric) -> None:
-        """Add a metric. Raises MetricError for a name already taken or not of the form group/stat."""
-        if not _NAME.fullmatch(metric.name):
+        """Add a metric or a family. Raises MetricError for a name already taken or not of the form group/stat."""
+        if not (_FAMILY if "*" in metric.name else _NAME).fullmatch(metric.name):
             raise MetricError(f"metric name {metric.name!r} must be of the form group/stat, in small letters")
         if metric.name in self._metrics:
             raise MetricError(f"metric {metric.name} is already registered; choose another name")
@@ -47,19 +52,36 @@ class MetricRegistry:
     def check(self, names: Iterable[str]) -> None:
         """Raise MetricError naming the first unknown name and the nearest known ones."""
         for name in names:
-            if name not in self._metrics:
+            if self._find(name) is None:
                 hint = did_you_mean(name, self._metrics) or "; register it with its meaning first"
                 raise MetricError(f"metric {name!r} is not registered{hint}")
 
     def __getitem__(self, name: str) -> Metric:
-        self.check([name])
-        return self._metrics[name]
+        found = self._find(name)
+        if found is None:
+            self.check([name])
+            raise KeyError(name)
+        return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._metrics
+        return isinstance(name, str) and self._find(name) is not None
+
+    def _find(self, name: str) -> Metric | None:
+        """The metric of this very name, else the first family that has it."""
+        if name in self._metrics:
+            return self._metrics[name]
+        return next((metric for family, metric in self._metrics.items() if _in_family(name, family)), None)
 
     def __iter__(self) -> Iterator[Metric]:
         return iter(self._metrics.values())
+
+
+def _in_family(name: str, family: str) -> bool:
+    if "*" not in family:
+        return False
+    parts, wanted = name.split("/"), family.split("/")
+    pairs = zip(parts, wanted, strict=False)
+    return len(parts) == len(wanted) and all(part == want or (want == "*" and part != "") for part, want in pairs)
 
 
 def render_page(registry: MetricRegistry) -> str:
@@ -89,5 +111,6 @@ _INTRODUCTION: Final = """\
 
 `metrics.jsonl` in the run folder holds one JSON object a step: `step` and the metrics below by name. Names are
 stable. A value that is not finite is written as `null` and its name is listed under `non_finite`. A metric that does
-not apply to a step (an evaluation that was not due) is left out.
+not apply to a step (an evaluation that was not due) is left out. In a name, `*` stands for one part that depends on
+the configuration, such as the name of an evaluation set.
 """

@@ -75,3 +75,11 @@ class CapacityError(RequestError):
 
 class EngineStateError(UnisonError, RuntimeError):
     """A call the engine cannot take in its present state (closed, no complete weights)."""
+
+
+class CheckpointError(UnisonError, RuntimeError):
+    """A checkpoint that cannot be written, or none that can be read; names the file and what is wrong with it."""
+
+
+class FaultError(UnisonError, RuntimeError):
+    """Raised at a fault point that a test has armed; never in a run of its own accord."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unison.checkpoint.find import find
+from unison.checkpoint.load import load
 from unison.config.load import load_config
 from unison.config.schema import TrainConfig
 from unison.core.errors import ModelError
@@ -19,6 +21,10 @@ from unison.models.decoder import Decoder
 from unison.models.loading import load_model, read_config
 from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
+
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "weights"
+"""The group of a checkpoint's tensors that holds the float32 masters, by the model's own parameter names."""
 
 _REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,15})", re.DOTALL)
 
@@ -73,6 +79,32 @@ def find_run_model(reference: str) -> RunModel | None:
     if step is None and not (run / "model" / "config.json").is_file():
         step = newest_step(run)
     return RunModel(run, step, config)
+
+
+def newest_step(run: Path) -> int:
+    """The step of a run's newest checkpoint. Raises ModelError where it has none to load."""
+    found = [entry.step for entry in find(run / CHECKPOINTS) if entry.step is not None and entry.problem is None]
+    if not found:
+        raise ModelError(
+            f"{run} has no trained model: neither {run / 'model'} (exported at the end of a run) nor a checkpoint "
+            f"in {run / CHECKPOINTS}"
+        )
+    return found[0]
+
+
+def load_run_weights(run: Path, step: int | None) -> dict[str, Tensor]:
+    """The weights of a run by the model's own parameter names.
+
+    Of a step: the float32 masters of its checkpoint, every byte checked; the whole checkpoint is read for it. Without
+    a step: the exported model, as stored. Raises CheckpointError or ModelError where there are none.
+    """
+    if step is None:
+        return exported_parameters(run / "model")
+    loaded = load(run / CHECKPOINTS, step)
+    if WEIGHTS not in loaded.tensors:
+        groups = ", ".join(sorted(loaded.tensors)) or "none"
+        raise ModelError(f"{loaded.path} holds no tensors called {WEIGHTS!r}, but {groups}; it is no run's checkpoint")
+    return loaded.tensors[WEIGHTS]
 
 
 def is_run(path: Path) -> bool:

@@ -18,7 +18,7 @@ from unison.config.dump import dump_toml
 from unison.config.schema import TrainConfig
 from unison.core.errors import NumericsError, RewardError, UnisonError
 from unison.core.records import Sample
-from unison.evaluation.evaluate import evaluate
+from unison.evaluation.files import write_evaluation
 from unison.models.saving import export_model
 from unison.observability.console import ConsoleSink
 from unison.observability.plot import draw_plot
@@ -86,7 +86,7 @@ class Run:
 
     async def train(self) -> None:
         """Baseline, then steps: collect, score, estimate, update, publish; evaluate when it is due."""
-        if self.parts.eval_tasks:
+        if self.parts.evaluation and self.config.eval.before:
             self._sinks.log(0, await self.evaluate(0))
         for step in range(1, self.config.trainer.steps + 1):
             started = time.perf_counter()
@@ -167,28 +167,22 @@ class Run:
         }
 
     async def evaluate(self, step: int) -> Metrics:
-        """Held-out accuracy under the engine's present weights."""
-        started = time.perf_counter()
-        num_done = 0
-        total = len(self.parts.eval_tasks) * (self.config.eval.samples + self.config.eval.greedy)
-
-        def count(_: Sample) -> None:
-            nonlocal num_done
-            num_done += 1
-            self._progress.update("evaluation", num_done, total)
-
-        metrics, _ = await evaluate(
+        """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
+        result = await self.parts.evaluation.run(
             self.parts.client,
-            self.parts.eval_tasks,
-            lambda samples: self.score(samples, step),
-            self.parts.sampling,
-            self.config.eval,
-            run_seed=self.config.run.seed,
-            on_sample=count,
+            self.parts.engine.weights.version,
+            on_progress=lambda done, total: self._progress.update("evaluation", done, total),
         )
         self._progress.idle()
-        metrics["eval/seconds"] = time.perf_counter() - started
-        metrics["eval/weight_version"] = float(self.parts.engine.weights.version)
+        for note in result.notes():
+            self._progress.print(f"note: step {step}: {note}")
+        if step == 0:
+            result.require_scores()
+        try:
+            write_evaluation(self.folder.path, step, result)
+        except OSError as error:
+            self._progress.print(f"note: step {step}: the evaluation's answers were not written: {error}")
+        metrics = result.metrics()
         self._evaluations[step] = metrics
         return metrics
 
@@ -274,7 +268,7 @@ class Run:
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.config.eval.every
-        return bool(self.parts.eval_tasks) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
+        return bool(self.parts.evaluation) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.parts.tokenizer.decode(ids, skip_special=False)

@@ -136,7 +136,7 @@ class EvaluationResult:
             if result.sampled.num_scored_problems == 0:
                 reason = result.reasons[0] if result.reasons else "every answer was aborted"
                 raise RewardError(
-                    f"the reward {result.settings.reward.function!r} could score none of the "
+                    f"the reward {result.settings.reward.function!r} could score none of the first "
                     f"{result.sampled.num_samples} samples of {result.settings.where}; the first one: {reason}"
                 )
 

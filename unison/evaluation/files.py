@@ -30,12 +30,18 @@ def write_evaluation(run: Path, step: int, result: EvaluationResult) -> Path:
     return path
 
 
+def json_text(value: object) -> str:
+    """Strict JSON, one line a value. Half a surrogate pair becomes the escape it is in JSON."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace the file in one move, so that no reader meets half of it. Raises OSError."""
-    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json_text(value)
     part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+        part.write_text(text, encoding="utf-8", newline="\n")
         os.replace(part, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -6,6 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+_ADDED_PROBLEMS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ def score_interval(scores: Sequence[float], confidence: float, samples_per_probl
     Scores within [0, 1]: Wilson's score interval (Wilson 1927), sound for few problems and near 0 and 1. A score
     that is itself a mean or a pass@k over several samples spreads less than a single pass or fail of the same
     mean; the number of trials is then the effective one, mean (1 - mean) / variance of the mean, at least the
-    problems and at most all their samples (Dean & Pagano 2015). Other scores: normal approximation with the
+    problems and at most all their samples (Dean & Pagano 2015). For it half a problem is added, as much at 0 as at 1:
+    few problems that happen to score alike must not look sure. Other scores: normal approximation with the
     sample standard deviation.
     """
     if not scores:
@@ -44,13 +48,13 @@ def score_interval(scores: Sequence[float], confidence: float, samples_per_probl
 
 
 def _effective_trials(scores: Sequence[float], mean: float, samples_per_problem: int) -> float:
-    most = len(scores) * samples_per_problem
-    binomial = mean * (1 - mean)
-    if samples_per_problem == 1 or binomial <= 0:
-        # All failed or all passed: how much single problems differ is not to be seen.
-        return len(scores)
-    variance = statistics.pvariance(scores, mean)
-    return max(len(scores), most if binomial >= variance * most / len(scores) else len(scores) * binomial / variance)
+    count = len(scores)
+    if samples_per_problem == 1 or not 0 < mean < 1:
+        return count
+    total = count + _ADDED_PROBLEMS
+    centre = (mean * count + _ADDED_PROBLEMS / 2) / total
+    variance = (sum(score * score for score in scores) + _ADDED_PROBLEMS / 2) / total - centre * centre
+    return count * min(max(1.0, centre * (1 - centre) / variance), samples_per_problem)
 
 
 def wilson_interval(successes: float, trials: float, z: float) -> tuple[float, float]:

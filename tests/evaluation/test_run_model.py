@@ -45,7 +45,7 @@ def test_what_is_no_run_is_left_to_others(tiny_model_dir: TinyModelDir, tmp_path
     assert find_run_model("smollm2-135m") is None
     assert find_run_model("no-such@name") is None
     assert find_run_model("no-such@12") is None
-    with pytest.raises(ModelError, match="no run folder.*step 3"):
+    with pytest.raises(ModelError, match=r"no run folder.*step 3"):
         find_run_model(f"{tiny_model_dir()}@3")
 
 
@@ -56,7 +56,7 @@ def test_a_folder_whose_own_name_has_an_at_is_taken_as_it_is(tiny_model_dir: Tin
 
 def test_a_missing_step_names_those_there_are(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny_model_dir())
-    with pytest.raises(CheckpointError, match="no checkpoint of step 5.*there are steps 1, 2"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5.*there are steps 1, 2"):
         load_run_weights(run, 5)
 
 
@@ -92,11 +92,11 @@ def test_a_checkpoint_without_the_group_of_weights_is_refused(tiny_model_dir: Ti
 def test_weights_that_do_not_fit_the_model_are_refused(tiny_model_dir: TinyModelDir) -> None:
     base = tiny_model_dir()
     weights = masters(base, 1)
-    with pytest.raises(ModelError, match="norm.weight is on one side only"):
+    with pytest.raises(ModelError, match=r"norm\.weight is on one side only"):
         decoder_of(base, {name: t for name, t in weights.items() if name != "norm.weight"}, torch.float32)
     with pytest.raises(ModelError, match=r"norm\.weight has shape \[3\]"):
         decoder_of(base, {**weights, "norm.weight": torch.ones(3)}, torch.float32)
-    with pytest.raises(ModelError, match="norm.weight holds a value that float16"):
+    with pytest.raises(ModelError, match=r"norm\.weight holds a value that float16"):
         decoder_of(base, {**weights, "norm.weight": weights["norm.weight"] + 1e6}, torch.float16)
 
 

@@ -18,7 +18,7 @@ from unison.core.errors import ConfigError, UnisonError
 COMMANDS: Final[dict[str, str]] = {
     "train": "train a model on your prompts and reward",
     "eval": "score a model, or what a run has trained, on held-out prompts",
-    "export": "turn a run's checkpoint or model into a folder that transformers loads",
+    "export": "make a run's model a folder that transformers loads",
     "generate": "sample from a model",
     "bench": "measure how fast a workload is answered, here or by a server",
     "check": "prove that rollout equals training on this machine",

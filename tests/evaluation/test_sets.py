@@ -12,13 +12,14 @@ import pytest
 
 from tests.conftest import TinyModelDir
 from tests.rollout.fakes import FakeClient, make_output
-from unison.config.schema import RewardConfig, TrainConfig
+from unison.config.schema import TrainConfig
 from unison.core.errors import ConfigError, DataError, EvaluationError, RewardError
 from unison.core.records import GenerationOutput, GenerationRequest, Sample, VersionRun
 from unison.evaluation.files import evaluation_path, read_evaluation, write_evaluation
 from unison.evaluation.intervals import score_interval
 from unison.evaluation.result import EvaluationResult
 from unison.evaluation.sets import EvaluationSets, Scorer
+from unison.evaluation.settings import SetSettings
 from unison.observability.metrics import METRICS
 from unison.text.tokenizer import Tokenizer
 
@@ -213,10 +214,10 @@ def test_a_set_that_cannot_be_scored_at_all_is_not_a_number_and_an_error_for_who
 
 
 def test_scorers_may_be_awaited_and_one_is_made_for_each_different_reward(tokenizer: Tokenizer) -> None:
-    made: list[RewardConfig] = []
+    made: list[SetSettings] = []
 
-    def make_scorer(reward: RewardConfig) -> Scorer:
-        made.append(reward)
+    def make_scorer(settings: SetSettings) -> Scorer:
+        made.append(settings)
 
         async def score(samples: Sequence[Sample]) -> None:
             await asyncio.sleep(0)
@@ -227,8 +228,51 @@ def test_scorers_may_be_awaited_and_one_is_made_for_each_different_reward(tokeni
 
     config = make_config({"a": SUMS, "b": {**SUMS, "reward": "other"}, "c": {**SUMS, "reward": "other"}})
     result = evaluate(config, tokenizer, FakeClient(answer()), make_scorer=make_scorer)
-    assert [reward.function for reward in made] == ["exact_answer", "other"]
+    assert [settings.reward.function for settings in made] == ["exact_answer", "other"]
     assert all(one.sampled.accuracy.value == 1 for one in result.sets)
+
+
+class Closable:
+    """A scorer that something runs for."""
+
+    num_open = 0
+
+    def __init__(self, settings: SetSettings) -> None:
+        self.name = settings.reward.function
+        Closable.num_open += 1
+
+    def __call__(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            sample.reward = 0.0
+
+    def close(self) -> None:
+        Closable.num_open -= 1
+
+
+def test_scorers_made_here_are_closed_here_and_the_runs_own_is_not(tokenizer: Tokenizer) -> None:
+    config = make_config({"a": SUMS, "b": {**SUMS, "reward": "other"}})
+    asked: list[int] = []
+
+    def score(samples: Sequence[Sample]) -> None:
+        asked.append(len(samples))
+        for sample in samples:
+            sample.reward = 1.0
+
+    sets = EvaluationSets.build(config, tokenizer, run_scorer=score, make_scorer=Closable)
+    assert Closable.num_open == 1
+    result = asyncio.run(sets.run(FakeClient(answer()), VERSION))
+    assert [one.sampled.accuracy.value for one in result.sets] == [1, 1, 0] and len(asked) == 4
+    sets.close()
+    assert Closable.num_open == 0
+    with pytest.raises(DataError):
+        EvaluationSets.build(make_config({"b": {"path": "no-such-file"}}), tokenizer, make_scorer=Closable)
+    assert Closable.num_open == 0
+
+
+def test_a_generated_source_is_read_no_further_than_asked(tokenizer: Tokenizer) -> None:
+    endless = {"source": "tests.evaluation.rewards:endless", "problems": 3}
+    sets = EvaluationSets.build(make_config({"endless": endless}), tokenizer)
+    assert [len(one.tasks) for one in sets.sets] == [5, 3]
 
 
 @pytest.mark.parametrize(

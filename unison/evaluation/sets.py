@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from unison.config.schema import RewardConfig, TrainConfig
 from unison.core.errors import ConfigError, DataError, EvaluationError
@@ -17,20 +18,28 @@ from unison.evaluation.result import NUM_ANSWERS, EvaluationResult, SetResult
 from unison.evaluation.scores import Scores, problem_scores, summarise
 from unison.evaluation.settings import SetSettings, set_settings
 from unison.rewards.base import load_reward
-from unison.rewards.scoring import score
+from unison.rewards.scoring import RewardReport, score
 from unison.rollout.collect import PromptTask, collect
 from unison.text.tokenizer import Tokenizer
 
 Scorer = Callable[[Sequence[Sample]], Awaitable[object] | object]
-"""Rewards finished samples in place; what it returns is awaited where it can be, and not looked at."""
+"""Rewards finished samples in place; what it returns is awaited where it can be, and not looked at. It may have a
+``close``, which ends what runs for it."""
 OnProgress = Callable[[int, int], None]
 """Hears (samples done, of how many) over all sets."""
 
 
-def scorer_in_process(reward: RewardConfig) -> Scorer:
-    """The configured reward, called in this process."""
-    grader = load_reward(reward)
-    return lambda samples: score(samples, grader)
+class RewardScorer:
+    """Scores with the reward of a set."""
+
+    def __init__(self, settings: SetSettings) -> None:
+        self._reward = load_reward(settings.reward)
+
+    def __call__(self, samples: Sequence[Sample]) -> RewardReport:
+        return score(samples, self._reward)
+
+    def close(self) -> None:
+        _close(self._reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class EvaluationSets:
     run_seed: int
     notes: tuple[str, ...] = ()
     """What was left out or is too short, for people."""
+    _close: Callable[[], None] = lambda: None
 
     @classmethod
     def build(
@@ -64,24 +74,29 @@ class EvaluationSets:
         config: TrainConfig,
         tokenizer: Tokenizer,
         *,
-        make_scorer: Callable[[RewardConfig], Scorer] = scorer_in_process,
+        run_scorer: Scorer | None = None,
+        make_scorer: Callable[[SetSettings], Scorer] = RewardScorer,
     ) -> EvaluationSets:
-        """Load and encode all sets. ``make_scorer`` is called once for each different reward.
+        """Load and encode all sets. ``close`` it at the end.
 
-        Raises ConfigError, DataError or RewardError, naming the set, for what cannot work.
+        ``run_scorer`` is the caller's own and serves the sets that have the run's reward; without it, and for each
+        different reward, ``make_scorer`` is called once. Raises ConfigError, DataError or RewardError, naming the
+        set where it is about its data, for what cannot work.
         """
         notes: list[str] = []
-        scorers: list[tuple[RewardConfig, Scorer]] = []
+        scorers = _Scorers(config.reward, run_scorer, make_scorer)
         if config.eval.problems == 0 and config.data.eval is not None:
             notes.append("data.eval is set but eval.problems=0: it is not evaluated.")
-        sets = []
-        for settings in set_settings(config):
-            scorer = next((made for reward, made in scorers if reward == settings.reward), None)
-            if scorer is None:
-                scorer = make_scorer(settings.reward)
-                scorers.append((settings.reward, scorer))
-            sets.append(_load(settings, tokenizer, scorer, config.run.seed, notes))
-        return cls(tuple(sets), config.run.seed, tuple(notes))
+        try:
+            sets = [_load(one, tokenizer, scorers.of(one), config.run.seed, notes) for one in set_settings(config)]
+        except BaseException:
+            scorers.close()
+            raise
+        return cls(tuple(sets), config.run.seed, tuple(notes), scorers.close)
+
+    def close(self) -> None:
+        """End what runs for the scorers that were made here."""
+        self._close()
 
     def __bool__(self) -> bool:
         return bool(self.sets)
@@ -118,6 +133,35 @@ class EvaluationSets:
             sets=tuple(results),
             seconds=time.perf_counter() - started,
         )
+
+
+class _Scorers:
+    """One scorer for each different reward."""
+
+    def __init__(
+        self, run_reward: RewardConfig, run_scorer: Scorer | None, make: Callable[[SetSettings], Scorer]
+    ) -> None:
+        self._given = [] if run_scorer is None else [(run_reward, run_scorer)]
+        self._made: list[tuple[RewardConfig, Scorer]] = []
+        self._make = make
+
+    def of(self, settings: SetSettings) -> Scorer:
+        for reward, scorer in (*self._given, *self._made):
+            if reward == settings.reward:
+                return scorer
+        scorer = self._make(settings)
+        self._made.append((settings.reward, scorer))
+        return scorer
+
+    def close(self) -> None:
+        for _, scorer in self._made:
+            _close(scorer)
+
+
+def _close(owner: object) -> None:
+    close = getattr(owner, "close", None)
+    if close is not None:
+        close()
 
 
 def _counter(total: int, on_progress: OnProgress | None) -> Callable[[Sample], None]:
@@ -185,25 +229,25 @@ def _load(
     try:
         source = load_source(settings.data, "eval", run_seed)
         encoded = encode_all(source, tokenizer, settings.data)
-        prompts = list(encoded)
+        # No more than are asked: a generated source may have millions.
+        prompts = list(islice(encoded, settings.problems))
     except (ConfigError, DataError) as error:
         raise type(error)(f"{settings.where}: {error}") from error
     left_out = [*getattr(source, "skipped", ()), *encoded.skipped]
     notes += [f"{settings.where}: skipped: {line}" for line in left_out]
     if not prompts:
-        raise DataError(f"{settings.where} has no usable prompt: all {len(source)} are over data.max_prompt_tokens")
+        raise DataError(f"{settings.where}: none of its {len(source)} prompts can be used; {(left_out or ['-'])[0]}")
     if settings.problems is not None and len(prompts) < settings.problems:
         notes.append(
             f"{settings.where}: {settings.problems} problems are asked for, but it has {len(prompts)}; all are used."
         )
-    chosen = prompts[: settings.problems]
-    problems = tuple(prompt.row.row_id for prompt in chosen)
+    problems = tuple(prompt.row.row_id for prompt in prompts)
     return EvaluationSet(
         settings=settings,
         problems=problems,
-        tasks=tuple(_task(settings, prompt) for prompt in chosen),
+        tasks=tuple(_task(settings, prompt) for prompt in prompts),
         scorer=scorer,
-        prompts=tuple(tokenizer.decode(prompt.token_ids, skip_special=False) for prompt in chosen[:NUM_ANSWERS]),
+        prompts=tuple(tokenizer.decode(prompt.token_ids, skip_special=False) for prompt in prompts[:NUM_ANSWERS]),
     )
 
 

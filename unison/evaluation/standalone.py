@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,19 @@ def evaluate_model(
     torch.set_num_threads(config.run.threads or available_cores())
     folder = resolve_model(config.model.path) if run_model is None else run_model.folder
     tokenizer = _tokenizer(folder)
-    sets = EvaluationSets.build(config, tokenizer)
+    with closing(EvaluationSets.build(config, tokenizer)) as sets:
+        return _evaluate(config, run_model, sets, folder, tokenizer, name, on_progress)
+
+
+def _evaluate(
+    config: TrainConfig,
+    run_model: RunModel | None,
+    sets: EvaluationSets,
+    folder: Path,
+    tokenizer: Tokenizer,
+    name: str,
+    on_progress: OnProgress | None,
+) -> ModelEvaluation:
     if not sets:
         raise ConfigError(
             "there is nothing to evaluate: give eval.problems and, where the source needs one, data.eval, "

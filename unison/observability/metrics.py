@@ -260,15 +260,15 @@ _EVAL: Final = (
         "see rollout/truncated_share",
     ),
     _metric(
-        "eval/pass_at/*",
+        "eval/pass_at/<k>",
         "share",
         "Unbiased estimate of pass@k, for each k of eval.pass_k: the chance that of k samples of a held-out prompt at "
         "least one scores eval.pass_threshold.",
         "above eval/accuracy, and rising with k",
         "flat while eval/accuracy rises: the model does more surely what it could do before, and nothing new",
     ),
-    _metric("eval/pass_at_ci_low/*", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "as above"),
-    _metric("eval/pass_at_ci_high/*", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric("eval/pass_at_ci_low/<k>", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric("eval/pass_at_ci_high/<k>", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as above"),
     _metric(
         "eval/problems",
         "prompts",
@@ -302,7 +302,7 @@ _EVAL: Final = (
 
 
 def _of_each_set(metric: Metric) -> Metric:
-    name = metric.name.replace("eval/", "eval/*/", 1)
+    name = metric.name.replace("eval/", "eval/<set>/", 1)
     same = f"As {metric.name}"
     return replace(metric, name=name, description=f"{same}, of a named evaluation set.", advice=same.lower())
 
@@ -310,7 +310,7 @@ def _of_each_set(metric: Metric) -> Metric:
 _EVAL_SETS: Final = tuple(map(_of_each_set, _EVAL))
 
 _EVAL_TIMES: Final = (
-    _metric("eval/*/seconds", "s", "Time of the evaluation of one named set.", "-", _NO_ADVICE),
+    _metric("eval/<set>/seconds", "s", "Time of the evaluation of one named set.", "-", _NO_ADVICE),
     _metric("eval/seconds", "s", "Time of the evaluation.", "far below the run", "lower eval.problems or eval.samples"),
     _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
 )

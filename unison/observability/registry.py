@@ -1,4 +1,7 @@
-"""The registry of metrics: what is logged must be registered with its meaning, and the docs page is made from it."""
+"""The registry of metrics: what is logged must be registered with its meaning, and the docs page is made from it.
+
+A family (``reward/part/<name>/mean``) stands for the metrics that have a name of the user's in that place.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from typing import Final
 from unison.config.names import did_you_mean
 from unison.core.errors import UnisonError
 
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
-_FAMILY: Final = re.compile(r"[a-z][a-z0-9_]*(/([a-z][a-z0-9_]*|\*))+")
+_WORD: Final = r"[a-z][a-z0-9_]*"
+_PLACE: Final = re.compile(rf"<{_WORD}>")
+_NAME: Final = re.compile(rf"{_WORD}(/(?:{_WORD}|<{_WORD}>))+")
+_USERS_NAME: Final = r"[A-Za-z0-9_-]{1,64}"
 
 
 class MetricError(UnisonError, ValueError):
@@ -22,8 +27,7 @@ class MetricError(UnisonError, ValueError):
 class Metric:
     """``name`` is ``group/stat`` and never changes; ``healthy`` is the usual range, ``advice`` what to do outside.
 
-    A name with ``*`` stands for a family: ``*`` is any one component, so ``eval/*/accuracy`` explains
-    ``eval/hard/accuracy``.
+    A family has ``<...>`` where users' names go: 1 to 64 letters, digits, ``-`` or ``_``.
     """
 
     name: str
@@ -32,22 +36,32 @@ class Metric:
     healthy: str
     advice: str
 
+    @property
+    def is_family(self) -> bool:
+        return "<" in self.name
+
 
 class MetricRegistry:
     """Metrics by name. What is logged must be in here, so that no number goes unexplained."""
 
     def __init__(self, metrics: Iterable[Metric] = ()) -> None:
         self._metrics: dict[str, Metric] = {}
+        self._families: dict[str, re.Pattern[str]] = {}
         for metric in metrics:
             self.register(metric)
 
     def register(self, metric: Metric) -> None:
-        """Add a metric or a family. Raises MetricError for a name already taken or not of the form group/stat."""
-        if not (_FAMILY if "*" in metric.name else _NAME).fullmatch(metric.name):
-            raise MetricError(f"metric name {metric.name!r} must be of the form group/stat, in small letters")
+        """Add a metric or a family of them. Raises MetricError for a name already taken or not of that form."""
+        if not _NAME.fullmatch(metric.name):
+            raise MetricError(
+                f"metric name {metric.name!r} must be of the form group/stat, in small letters; "
+                "a name of the user's in it is written <name>"
+            )
         if metric.name in self._metrics:
             raise MetricError(f"metric {metric.name} is already registered; choose another name")
         self._metrics[metric.name] = metric
+        if metric.is_family:
+            self._families[metric.name] = re.compile(_PLACE.sub(_USERS_NAME, metric.name), re.ASCII)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise MetricError naming the first unknown name and the nearest known ones."""
@@ -60,28 +74,21 @@ class MetricRegistry:
         found = self._find(name)
         if found is None:
             self.check([name])
-            raise KeyError(name)
+            raise AssertionError("check has raised")
         return found
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._find(name) is not None
 
     def _find(self, name: str) -> Metric | None:
-        """The metric of this very name, else the first family that has it."""
-        if name in self._metrics:
-            return self._metrics[name]
-        return next((metric for family, metric in self._metrics.items() if _in_family(name, family)), None)
+        """The metric of that very name, else the first family it belongs to; a family itself is no metric."""
+        exact = self._metrics.get(name)
+        if exact is not None:
+            return None if exact.is_family else exact
+        return next((self._metrics[family] for family, form in self._families.items() if form.fullmatch(name)), None)
 
     def __iter__(self) -> Iterator[Metric]:
         return iter(self._metrics.values())
-
-
-def _in_family(name: str, family: str) -> bool:
-    if "*" not in family:
-        return False
-    parts, wanted = name.split("/"), family.split("/")
-    pairs = zip(parts, wanted, strict=False)
-    return len(parts) == len(wanted) and all(part == want or (want == "*" and part != "") for part, want in pairs)
 
 
 def render_page(registry: MetricRegistry) -> str:
@@ -92,7 +99,7 @@ def render_page(registry: MetricRegistry) -> str:
     blocks = [_INTRODUCTION]
     for group, metrics in groups.items():
         rows = [
-            f"| `{_cell(m.name)}` | {_cell(m.description)} | {_cell(m.unit)} | {_cell(m.healthy)} | {_cell(m.advice)} |"
+            f"| `{m.name}` | {_cell(m.description)} | {_cell(m.unit)} | {_cell(m.healthy)} | {_cell(m.advice)} |"
             for m in metrics
         ]
         head = ["| metric | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]
@@ -111,6 +118,5 @@ _INTRODUCTION: Final = """\
 
 `metrics.jsonl` in the run folder holds one JSON object a step: `step` and the metrics below by name. Names are
 stable. A value that is not finite is written as `null` and its name is listed under `non_finite`. A metric that does
-not apply to a step (an evaluation that was not due) is left out. In a name, `*` stands for one part that depends on
-the configuration, such as the name of an evaluation set.
+not apply to a step (an evaluation that was not due) is left out. A name in angle brackets stands for one of yours.
 """

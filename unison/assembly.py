@@ -27,6 +27,7 @@ from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
 from unison.rewards.base import load_reward
+from unison.rewards.scoring import score
 from unison.rollout.collect import PromptTask
 from unison.text.tokenizer import Tokenizer
 from unison.training.arithmetic import check_arithmetic
@@ -79,7 +80,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     prompts = encode_all(source, tokenizer, config.data)
     # Encoded once here, so that a prompt that cannot be used stops the run before it starts.
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
-    evaluation = EvaluationSets.build(config, tokenizer)
+    evaluation = EvaluationSets.build(config, tokenizer, run_scorer=lambda samples: score(samples, reward))
     notes += evaluation.notes
     bad_rows = list(getattr(source, "skipped", ()))
     notes += [f"skipped: {line}" for line in bad_rows]

@@ -251,6 +251,7 @@ class Run:
             self._progress.print(f"note: no plot: {error}")
 
     def close(self) -> None:
+        self.parts.evaluation.close()
         self._sinks.close()
         self.folder.close()
 

@@ -19,7 +19,7 @@ from unison.core.errors import NonFiniteError, NumericsError, RewardError, RunIn
 from unison.core.faults import fault_point
 from unison.core.records import Sample, SampleStatus
 from unison.core.wire import encode_samples
-from unison.evaluation.evaluate import evaluate
+from unison.evaluation.files import write_evaluation
 from unison.observability.console import ConsoleSink
 from unison.observability.progress import Progress
 from unison.observability.run_files import run_lock
@@ -309,29 +309,27 @@ class Run:
         fault_point("loop.concluded")
 
     async def evaluate(self, step: int) -> Metrics:
-        """Held-out accuracy under the engine's present weights."""
-        started = time.perf_counter()
-        num_done = 0
-        total = len(self.parts.eval_tasks) * (self.config.eval.samples + self.config.eval.greedy)
-
-        def count(_: Sample) -> None:
-            nonlocal num_done
-            num_done += 1
-            self._progress.update("evaluation", num_done, total)
-
+        """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
+        evaluation, version = self.parts.evaluation, self.parts.engine.weights.version
         with stoppable(self.parts.client, self._interruption) as client:
-            metrics, _ = await evaluate(
-                client,
-                self.parts.eval_tasks,
-                lambda samples: self._score_evaluation(samples, step),
-                self.parts.sampling,
-                self.config.eval,
-                run_seed=self.config.run.seed,
-                on_sample=count,
-            )
+            try:
+                result = await evaluation.run(
+                    client, version, on_progress=lambda done, total: self._progress.update("evaluation", done, total)
+                )
+            except UnisonError:
+                # Answers that were cut short are no evaluation, whatever the complaint about them.
+                self._interruption.check()
+                raise
         self._progress.idle()
-        metrics["eval/seconds"] = time.perf_counter() - started
-        metrics["eval/weight_version"] = float(self.parts.engine.weights.version)
+        for note in result.notes():
+            self._progress.print(f"note: step {step}: {note}")
+        if step == 0:
+            result.require_scores()
+        try:
+            write_evaluation(self.folder.path, step, result)
+        except OSError as error:
+            self._progress.print(f"note: step {step}: the evaluation's answers were not written: {error}")
+        metrics = result.metrics()
         self.checkpoints.check_metric(metrics)
         self.evaluations[str(step)] = metrics
         return metrics
@@ -386,6 +384,7 @@ class Run:
     def close(self) -> None:
         self.checkpoints.close()
         self.parts.reward.close()
+        self.parts.evaluation.close()
         self._sinks.close()
         self.folder.close()
 
@@ -406,7 +405,7 @@ class Run:
 
     @property
     def _has_baseline(self) -> bool:
-        return bool(self.parts.eval_tasks) and self.config.eval.before
+        return bool(self.parts.evaluation) and self.config.eval.before
 
     async def _evaluate_first(self) -> None:
         """The baseline; of a continued run the evaluation that was left open."""
@@ -442,11 +441,6 @@ class Run:
             )
         self._interruption.check()
 
-    def _score_evaluation(self, samples: Sequence[Sample], step: int) -> RewardReport:
-        # Whoever has been interrupted has no whole answers to score.
-        self._interruption.check()
-        return self.score(samples, step)
-
     def _trained(self, done: int, total: int) -> None:
         fault_point("loop.micro_batch")
         self._interruption.check()
@@ -458,7 +452,7 @@ class Run:
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.config.eval.every
-        return bool(self.parts.eval_tasks) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
+        return bool(self.parts.evaluation) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.parts.tokenizer.decode(ids, skip_special=False)

@@ -10,9 +10,9 @@ from unison.cli.arguments import ArgumentParser
 from unison.core.errors import ConfigError
 
 EXAMPLES: Final = """\
-Replays from the newest checkpoint before the step, or from the model the run began with; no engine is started, no reward
-is called. The exit code is 0 where loss, gradient norm and weights of each step are those of the run to the bit, 1 where
-any is not.
+Replays from the newest checkpoint before the step, or from the model the run began with; no engine is started, no
+reward is called. The exit code is 0 where loss, gradient norm and weights of each step are those of the run to the bit,
+1 where any is not.
 
 examples:
   unison replay runs/first --step 12

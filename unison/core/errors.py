@@ -48,6 +48,10 @@ class NumericsError(UnisonError, RuntimeError):
     """Exact numerics were asked for and this machine or model cannot give them."""
 
 
+class EvaluationError(UnisonError, RuntimeError):
+    """An evaluation that says nothing: the weights changed during it, or its file is damaged."""
+
+
 class WeightUpdateError(UnisonError, RuntimeError):
     """A weight transaction that was refused; the engine keeps what its staging promises."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from unison.config.fields import NAME, find_field, named_tables, sections
+from unison.config.fields import DOTTED_TABLE, NAME, find_field, named_tables, sections
 from unison.config.names import did_you_mean, explain_unknown
 from unison.config.values import shown
 from unison.core.errors import ConfigError
@@ -57,7 +57,19 @@ def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[s
             for inner, inner_value in entries:
                 if find_field(inner) is None:
                     raise ConfigError(f"{_place(path, text, inner)}: key {inner} {explain_unknown(inner)}")
-                yield inner, inner_value, _place(path, text, inner)
+                yield inner, _dotted(inner, inner_value), _place(path, text, inner)
+
+
+def _dotted(name: str, value: Any) -> Any:
+    """``{wandb: {project: x}}`` as ``{"wandb.project": x}``, in the one table whose options have two parts."""
+    if name != DOTTED_TABLE or not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for key, entry in value.items():
+        found |= (
+            {f"{key}.{option}": inner for option, inner in entry.items()} if isinstance(entry, dict) else {key: entry}
+        )
+    return found
 
 
 def _entries(table: str, body: Any, path: Path, text: str) -> list[tuple[str, Any]]:

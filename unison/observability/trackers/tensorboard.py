@@ -31,7 +31,7 @@ def open_tensorboard(run: TrackerRun) -> MetricSink:
 
     folder = Path(run.options["dir"]).expanduser() if "dir" in run.options else run.folder / "tensorboard"
     purge_step = None if run.resume_step is None else run.resume_step + 1
-    writer: Any = SummaryWriter(log_dir=str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
     indented = "\n".join(f"    {line}" for line in run.config_toml.splitlines())
     writer.add_text("config", indented, purge_step or 0)
     return TensorboardSink(writer)

@@ -60,7 +60,7 @@ def noisy(seed: int, count: int) -> list[dict[str, float]]:
     for step in range(count):
         metrics = {name: value * rng.uniform(0.5, 1.6) for name, value in HEALTHY.items()}
         metrics["train/entropy"] = max(0.3, 1 - 0.005 * step) * rng.uniform(0.7, 1.3)
-        metrics["train/grad_norm"] = rng.lognormvariate(0, 0.6)
+        metrics["train/grad_norm"] = rng.lognormvariate(0, 0.45)
         metrics["rollout/no_contrast_share"] = min(1.0, max(0.0, rng.gauss(0.5, 0.2)))
         found.append(metrics)
     return found

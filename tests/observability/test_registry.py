@@ -33,7 +33,7 @@ def test_the_names_users_script_against_stay() -> None:
 def test_each_metric_is_explained() -> None:
     for entry in METRICS:
         assert len(entry.description) > 10 and entry.description.endswith(".")
-        assert entry.unit and len(entry.healthy) > 1 or entry.healthy == "0"
+        assert entry.unit and (len(entry.healthy) > 1 or entry.healthy == "0")
         assert len(entry.advice) > 10 and not entry.advice.startswith("as ")
 
 

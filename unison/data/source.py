@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
-from unison.config.plugins import Registry
 from unison.config.schema import DataConfig
 from unison.core.errors import ConfigError, DataError, UnisonError
+from unison.rewards.plugins import Registry
 
 Split = Literal["train", "eval"]
 

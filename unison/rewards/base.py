@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from unison.config.names import did_you_mean
-from unison.config.plugins import Registry
 from unison.config.schema import RewardConfig
 from unison.core.errors import RewardError
 from unison.core.protocols import Grader
 from unison.core.records import Sample
+from unison.rewards.plugins import Registry
 
 RewardFunction = Callable[..., Any]
 

@@ -26,10 +26,22 @@ from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
 from unison.rewards.base import load_reward
-from unison.rollout.collect import PromptTask
+from unison.rollout.collect import PromptTask, RolloutFunction
+from unison.rollout.filters import GroupFilter, load_filter
+from unison.rollout.functions import load_rollout
 from unison.text.tokenizer import Tokenizer
 from unison.training.arithmetic import check_arithmetic
 from unison.training.trainer import Trainer
+
+
+@dataclass(slots=True)
+class TrainerParts:
+    """What training alone is made of, without engine, data and reward: enough to replay steps."""
+
+    config: TrainConfig
+    model_folder: Path
+    numerics: NumericsChoice
+    trainer: Trainer
 
 
 @dataclass(slots=True)
@@ -48,6 +60,8 @@ class Parts:
     eval_tasks: list[PromptTask]
     reward: Grader
     estimator: AdvantageEstimator
+    group_filter: GroupFilter | None
+    rollout_function: RolloutFunction | None
     sampling: SamplingParams
     num_bad_rows: int
     longest_prompt: int
@@ -55,9 +69,9 @@ class Parts:
     notes: list[str]
     """Automatic choices and what was skipped, for people."""
 
-    def draw(self) -> list[PromptTask]:
+    def draw(self, count: int) -> list[PromptTask]:
         """The next prompts of the run, each keyed by row and epoch: a prompt drawn again gets new noise."""
-        return [prompt_task(p) for p in self.prompts.draw(self.cursor, self.config.rollout.prompts_per_step)]
+        return [prompt_task(prompt) for prompt in self.prompts.draw(self.cursor, count)]
 
     @property
     def num_skipped(self) -> int:
@@ -68,6 +82,8 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work."""
     check_arithmetic(config)
     estimator = get_advantage(config.algorithm.name)
+    group_filter = load_filter(config.rollout.filter)
+    rollout_function = load_rollout(config.rollout.function)
     reward = load_reward(config.reward)
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
@@ -98,11 +114,21 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         eval_tasks=eval_tasks,
         reward=reward,
         estimator=estimator,
+        group_filter=group_filter,
+        rollout_function=rollout_function,
         sampling=training_sampling(config.rollout),
         num_bad_rows=len(bad_rows),
         longest_prompt=longest_prompt,
         notes=notes,
     )
+
+
+def build_trainer_parts(config: TrainConfig) -> TrainerParts:
+    """The trainer of a run by itself, as ``build_parts`` would build it."""
+    set_threads(config.run.threads)
+    folder = resolve_model(config.model.path)
+    choice = choose_numerics(read_spec(read_config(folder)), config.model.dtype, config.model.numerics)
+    return TrainerParts(config, folder, choice, _trainer(config, folder, choice, None))
 
 
 def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, eval_tasks: list[PromptTask]) -> None:
@@ -180,7 +206,7 @@ def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer
     )
 
 
-def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir: Path) -> Trainer:
+def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir: Path | None) -> Trainer:
     # The reference is a module of its own: weights swapped in and out would have to be proven equal each time.
     reference = load_model(folder, choice.dtype) if config.algorithm.kl_coef > 0 else None
     masters = load_model(folder, torch.float32)

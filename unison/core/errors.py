@@ -71,3 +71,27 @@ class CapacityError(RequestError):
 
 class EngineStateError(UnisonError, RuntimeError):
     """A call the engine cannot take in its present state (closed, no complete weights)."""
+
+
+class CheckpointError(UnisonError, RuntimeError):
+    """A checkpoint that cannot be written, or none that can be read; names the file and what is wrong with it."""
+
+
+class RunInterrupted(UnisonError):
+    """A signal asked the run to stop; it does so at a place from which it can go on."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(f"interrupted by {signal_name}")
+        self.signal_name = signal_name
+
+
+class RolloutInterrupted(UnisonError):
+    """A request that ended because the run stops; ``output`` is what it had come to, if it had begun."""
+
+    def __init__(self, output: GenerationOutput | None = None) -> None:
+        super().__init__("the rollout was interrupted")
+        self.output = output
+
+
+class FaultError(UnisonError, RuntimeError):
+    """Raised at a fault point that a test has armed; never in a run of its own accord."""

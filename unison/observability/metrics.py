@@ -75,6 +75,13 @@ _ROLLOUT: Final = (
         "raise rollout.max_new_tokens, or give a stop string; algorithm.truncated says how they are trained",
     ),
     _metric(
+        "rollout/filtered_groups",
+        "groups",
+        "Groups of the step that rollout.filter discarded, after all refills.",
+        "0, or steady",
+        "rising: prompts have become too easy or too hard; raise rollout.refill or change the data",
+    ),
+    _metric(
         "rollout/unscorable",
         "samples",
         "Samples whose reward function failed or returned no finite number; they are left out of their group.",

@@ -1,0 +1,1 @@
+"""Other processes: workers with deadlines, and signals to this one."""

@@ -6,9 +6,7 @@ give the same alarms, after a resume as well.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,17 +111,14 @@ class Alarms:
 
 
 class AlarmLog:
-    """Writes alarms to a file of JSON lines. ``resume_step`` cuts off those of later steps, which will come again."""
+    """Writes alarms to a file of JSON lines, made with the first one."""
 
-    def __init__(self, path: Path, resume_step: int | None = None, *, warn: Warn = warn_on_stderr) -> None:
+    def __init__(self, path: Path, *, warn: Warn = warn_on_stderr) -> None:
         self._path = path
         self._warn = warn
         self._lines: JsonLines | None = None
-        if resume_step is not None and path.exists():
-            _cut_after(path, resume_step)
 
     def write(self, alarm: Alarm) -> None:
-        # Opened at the first alarm: a run without one has no empty file.
         if self._lines is None:
             self._lines = JsonLines(self._path, warn=self._warn)
         self._lines.append(asdict(alarm))
@@ -145,18 +140,3 @@ def _alarm(rule: Rule, step: int, value: float, limit: float, seen: str, window:
         text=f"step {step}: {rule.name}: {seen}; {rule.meaning}: {rule.advice} ({link})",
         link=link,
     )
-
-
-def _cut_after(path: Path, step: int) -> None:
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-    part = path.with_name(f".{path.name}.part")
-    part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(part, path)
-
-
-def _step_of(line: str) -> float:
-    """The line's step; a line cut short by a crash belongs to no step that stays."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf

@@ -25,6 +25,7 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
+from unison.observability.trackers.open import check_trackers
 from unison.rewards.base import load_reward
 from unison.rewards.combined import WeightedReward
 from unison.rewards.scoring import score
@@ -83,6 +84,7 @@ class Parts:
 def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work."""
     check_arithmetic(config)
+    check_trackers(config.log)
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
     rollout_function = load_rollout(config.rollout.function)

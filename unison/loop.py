@@ -20,11 +20,13 @@ from unison.core.faults import fault_point
 from unison.core.records import Sample, SampleStatus
 from unison.core.wire import encode_samples
 from unison.evaluation.files import write_evaluation
+from unison.observability.alarms import AlarmLog, Alarms
 from unison.observability.console import ConsoleSink
 from unison.observability.progress import Progress
 from unison.observability.run_files import run_lock
 from unison.observability.run_folder import RunFolder, holds_run
 from unison.observability.sinks import JsonlSink, MultiSink
+from unison.observability.trackers.open import open_trackers
 from unison.processes.interruption import Interruption
 from unison.rewards.scoring import RewardReport, merge_reports, score
 from unison.rewards.summary import reward_metrics
@@ -44,7 +46,6 @@ from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
 _NUM_FAILURES_SHOWN = 3
-_NUM_FLAT_STEPS = 3
 _MAX_CURSOR_CHARS = 4096
 """A place in the data that takes more (a curriculum's) is kept in checkpoints only."""
 
@@ -132,7 +133,8 @@ class Run:
         self._pending: list[Sample] = []
         self._pending_draws: list[int] = []
         self._unlogged: Metrics | None = None
-        self._num_flat_steps = 0
+        self._alarms = Alarms(self.config.alarm)
+        self._alarm_log: AlarmLog | None = None
         self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._is_clean = True
@@ -150,6 +152,7 @@ class Run:
             self._take(start.state, start.pending)
             if is_continued and not start.is_fork:
                 self.checkpoints.go_on(start.state, self.folder.checkpoints)
+        resume_step = self._logged_step(start) if is_continued else None
         if not is_continued:
             self.folder.event("begun", step=self.step, fork=self.config.run.fork, numerics=numerics_of(self.parts))
         else:
@@ -166,8 +169,13 @@ class Run:
             if start is not None and start.changes:
                 self.folder.replace_config(config_toml, self.step)
         # Only now: a file that is open does not follow when it is rewound.
+        self._alarm_log = AlarmLog(self.folder.alarms)
         self._sinks = MultiSink(
-            [JsonlSink(self.folder.metrics), ConsoleSink(self.config.trainer.steps, write=self._progress.print)]
+            [
+                JsonlSink(self.folder.metrics),
+                ConsoleSink(self.config.trainer.steps, write=self._progress.print),
+                *open_trackers(self.config, self.folder.path, resume_step, warn=self._warn),
+            ]
         )
         for line in start_lines(self.parts, start, is_continued):
             self._progress.print(line)
@@ -183,7 +191,6 @@ class Run:
             metrics |= totals.metrics() | self.publish(step, totals)
             metrics |= self.accounts(metrics, totals, time.perf_counter() - started)
             self.record(step, batch, totals)
-            self.note_missing_contrast(step, metrics)
             await self.conclude(step, metrics)
 
     async def rollout(self, step: int) -> tuple[Batch, Metrics]:
@@ -246,15 +253,6 @@ class Run:
             _check_exact(totals, is_first)
         return totals
 
-    def note_missing_contrast(self, step: int, metrics: Metrics) -> None:
-        """Say so when steps in a row had nothing to learn from."""
-        self._num_flat_steps = self._num_flat_steps + 1 if metrics["rollout/no_contrast_share"] == 1 else 0
-        if self._num_flat_steps == _NUM_FLAT_STEPS:
-            self._progress.print(
-                f"note: step {step}: in the last {_NUM_FLAT_STEPS} steps all samples of each prompt scored alike, so "
-                "nothing was learnt; make the task easier or harder, or look at the reward in rollouts.jsonl"
-            )
-
     def publish(self, step: int, totals: StepTotals) -> Metrics:
         """Give the engine the new weights; nothing moves where no token was trained."""
         started = time.perf_counter()
@@ -303,10 +301,18 @@ class Run:
         evaluated: Metrics = {}
         if self._evaluation_due(step):
             evaluated = await self.evaluate(step)
-        self._sinks.log(step, metrics | evaluated)
+        self._sinks.log(step, metrics | evaluated | self.watch(step, metrics | evaluated))
         self._unlogged = None
         self.checkpoints.save_if_due(self.state, evaluated)
         fault_point("loop.concluded")
+
+    def watch(self, step: int, metrics: Metrics) -> Metrics:
+        """Say what looks wrong."""
+        for alarm in self._alarms.observe(step, metrics):
+            if self._alarm_log is not None:
+                self._alarm_log.write(alarm)
+            self._progress.print(f"alarm: {alarm.text}")
+        return {"alarms/active": float(len(self._alarms.active))} if self.config.alarm.enabled else {}
 
     async def evaluate(self, step: int) -> Metrics:
         """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
@@ -360,6 +366,7 @@ class Run:
             evaluations=self.evaluations,
             seconds=self.seconds,
             numerics=numerics_of(self.parts),
+            alarms=self._alarms.state_dict(),
         )
 
     def save_on_the_way_out(self) -> Path | None:
@@ -386,6 +393,8 @@ class Run:
         self.parts.reward.close()
         self.parts.evaluation.close()
         self._sinks.close()
+        if self._alarm_log is not None:
+            self._alarm_log.close()
         self.folder.close()
 
     def _take(self, state: RunState, pending: list[Sample]) -> None:
@@ -395,6 +404,8 @@ class Run:
         self._unlogged = state.unlogged
         self._weights_digest = state.weights_digest
         self._seconds_before = state.seconds
+        if state.alarms:
+            self._alarms.load_state_dict(state.alarms)
 
     def _logged_step(self, start: Start | None) -> int:
         """The last step whose metrics are complete: the present one's evaluation may be still to be made."""
@@ -414,6 +425,9 @@ class Run:
             await self.conclude(self.step, unlogged)
         elif not self.evaluations and self._has_baseline:
             self._sinks.log(self.step, await self.evaluate(self.step))
+
+    def _warn(self, message: str) -> None:
+        self._progress.print(f"warning: {message}")
 
     def _draw(self, count: int) -> list[PromptTask]:
         self._pending_draws.append(count)

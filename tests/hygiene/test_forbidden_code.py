@@ -38,6 +38,9 @@ BROAD_HANDLERS = {
     "unison/engine/client.py:InProcessClient._take_requests": "handed to whoever awaits that request",
     "unison/observability/sinks.py:MultiSink.close": "counted in num_failures and warned of",
     "unison/observability/sinks.py:MultiSink.log": "counted in num_failures and warned of",
+    "unison/observability/trackers/background.py:BackgroundSink._finish": "warned of; the run is over by then",
+    "unison/observability/trackers/background.py:BackgroundSink._log": "counted in num_failed and warned of",
+    "unison/observability/trackers/background.py:BackgroundSink._open": "warned of; every step is counted as dropped",
     "unison/rewards/scoring.py:_call": "the samples become unscorable, with the reason, and are counted",
     "unison/rewards/scoring.py:_text": "only replaces the text of an error that is counted all the same",
 }

@@ -77,6 +77,7 @@ class RunFolder:
         """Remove the folder's files where no step was ever logged: a run that did not begin keeps no name taken."""
         self.close()
         own = {"config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", LOCK}
+        own |= {"alarms.jsonl", "trackers.json"}
         begun = self.metrics.exists() and self.metrics.stat().st_size > 0
         # A batch that was dumped is worth its configuration.
         if begun or {path.name for path in self.path.iterdir()} - own:
@@ -101,6 +102,10 @@ class RunFolder:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts.jsonl"
+
+    @property
+    def alarms(self) -> Path:
+        return self.path / "alarms.jsonl"
 
     @property
     def plot(self) -> Path:
@@ -171,7 +176,7 @@ class RunFolder:
         self.close()
         self._rollouts = None
         num_dropped = sum(keep_steps(path, step) for path in (self.ledger, self.rollouts))
-        num_dropped += sum(keep_steps(path, logged_step) for path in (self.metrics, self.path / "alarms.jsonl"))
+        num_dropped += sum(keep_steps(path, logged_step) for path in (self.metrics, self.alarms))
         for folder in ("samples", "evaluations"):
             for path in (self.path / folder).glob("step-*"):
                 number = path.name.removeprefix("step-").split(".")[0]
@@ -321,6 +326,7 @@ Started {started} by
 | `samples/` | the whole samples of each step, for `unison replay` and `unison samples` |
 | `events.jsonl` | when the run was begun, continued, interrupted and finished, and what was passed over |
 | `alarms.jsonl` | what looked wrong, and when |
+| `trackers.json` | the run's id in each tracker, so that a continued run goes on in the same one |
 | `evaluations/` | the evaluations in full, with the scores of every problem |
 | `environment.json` | machine, library versions, threads, code version and numerics path of the run |
 | `metrics.jsonl` | one JSON object a step: `step` and the metrics by name; all names are explained in docs/metrics.md |

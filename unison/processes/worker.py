@@ -18,8 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from unison.core.describe import describe
 from unison.core.errors import UnisonError
-from unison.processes.faults import OutOfMemoryError, describe
+from unison.processes.faults import OutOfMemoryError
 from unison.processes.protocol import (
     MAX_CALL_BYTES,
     MAX_REPLY_BYTES,

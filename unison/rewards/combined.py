@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from unison.config.fields import NAME
+from unison.core.describe import describe
 from unison.core.errors import RewardError
 from unison.core.protocols import Grader
 from unison.core.records import Sample
-from unison.processes.faults import describe
 from unison.rewards.forms import Form, FunctionGrader, RewardFunction
 from unison.rewards.outcomes import Failure, OnTimeout, Outcome, failure, outcomes
 

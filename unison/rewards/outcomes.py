@@ -8,9 +8,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from unison.core.describe import describe, text_of
 from unison.core.errors import RewardError
 from unison.core.records import MAX_ABS_REWARD
-from unison.processes.faults import describe, text_of
 from unison.processes.protocol import FailureKind
 
 _MAX_REASON_CHARS: Final = 300

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from unison.config.names import did_you_mean
+from unison.config.plugins import load_object
 from unison.core.errors import UnisonError
-from unison.processes.faults import describe
 
 T = TypeVar("T")
+
+__all__ = ["Registry", "load_object"]
 
 
 class Registry(Generic[T]):
@@ -51,32 +50,3 @@ class Registry(Generic[T]):
             f"the {self._kind} {name!r} is unknown{did_you_mean(name, self.names)}"
             f" (known: {', '.join(self.names)}; your own is named module:object)"
         )
-
-
-def load_object(path: str, *, kind: str, error: type[UnisonError]) -> Any:
-    """The object at ``module:object`` (dots allowed on both sides).
-
-    Modules of the current directory are found, after installed ones of the same name. Raises
-    ``error`` naming module and cause where the import fails, whatever the module raised.
-    """
-    module_name, _, object_name = path.partition(":")
-    if not module_name or not object_name:
-        raise error(f"the {kind} {path!r} is no module:object path")
-    directory = os.getcwd()
-    if directory not in sys.path:
-        # At the end, so that a file of the user's never shadows an installed module.
-        sys.path.append(directory)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as cause:
-        raise error(
-            f"the {kind} {path!r} cannot be loaded: importing {module_name} failed: {describe(cause)}"
-            f" (looked in {directory} and the installed packages)"
-        ) from cause
-    origin = getattr(found, "__file__", None) or module_name
-    for name in object_name.split("."):
-        if not hasattr(found, name):
-            known = [known for known in dir(found) if not known.startswith("_")]
-            raise error(f"the {kind} {path!r} cannot be loaded: {origin} has no {name!r}{did_you_mean(name, known)}")
-        found = getattr(found, name)
-    return found

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
 
 from unison.assembly import Parts, build_parts
 from unison.checkpoint.run_state import RunState
@@ -33,33 +31,18 @@ from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
-from unison.rollout.ledger import LedgerEntry, group_accounts
 from unison.rollout.summary import rollout_metrics
+from unison.run.batch import Batch, Digests, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
 from unison.run.restore import Start, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
 from unison.run.wrap_up import RunResult, finish, interrupted_words, numerics_of, peak_memory_bytes
 from unison.training.prepare import prepare_rows
-from unison.training.rows import TrainingRow
 from unison.training.totals import StepTotals
 from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
 _NUM_FAILURES_SHOWN = 3
-_MAX_CURSOR_CHARS = 4096
-"""A place in the data that takes more (a curriculum's) is kept in checkpoints only."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """The samples of a step, as drawn, and what is trained of them."""
-
-    samples: list[Sample]
-    filtered: dict[str, str]
-    """Groups the filter discarded, with its reasons."""
-    kept: list[Sample] = field(default_factory=list)
-    advantages: Tensor | None = None
-    rows: list[TrainingRow] = field(default_factory=list)
 
 
 def run_training(
@@ -270,23 +253,8 @@ class Run:
         """Write down what became of the step's prompts; from here on the step is done."""
         sha256 = self.folder.write_samples(step, encode_samples(batch.samples)) if self.config.log.samples else None
         fault_point("loop.samples_written")
-        trained = {row.sample_id for row in batch.rows if row.is_trained}
-        cursor = self.parts.cursor.state_dict()
-        entry = LedgerEntry(
-            step=step,
-            draws=self._pending_draws,
-            groups=group_accounts(batch.samples, trained if totals.updated else set(), batch.filtered),
-            filtered=list(batch.filtered),
-            reward_sum=sum(sample.reward for sample in batch.samples if sample.reward is not None),
-            loss=totals.loss,
-            grad_norm=totals.grad_norm,
-            optimizer_steps=self.parts.trainer.num_steps,
-            weights_version=self.parts.engine.weights.version,
-            weights_digest=self._weights_digest,
-            base_digest=self._base_digest,
-            samples_sha256=sha256,
-            cursor=cursor if len(str(cursor)) <= _MAX_CURSOR_CHARS else {},
-        )
+        digests = Digests(self._base_digest, self._weights_digest, sha256)
+        entry = ledger_entry(self.parts, step, batch, totals, self._pending_draws, digests)
         self.folder.append_ledger(msgspec.json.encode(entry))
         count = self.config.log.rollouts_per_step
         values = batch.advantages[:count].tolist() if batch.advantages is not None else []

@@ -318,8 +318,9 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     keep_last: Annotated[int, Meta(ge=1, description="Checkpoints kept, newest first.")] = 2
     keep_best: Annotated[int, Meta(ge=0, description="Best checkpoints kept beside them, by best_metric.")] = 1
     best_metric: Annotated[
-        str, Meta(description="Metric of an evaluation that the best checkpoint has the highest value of.")
-    ] = "eval/accuracy"
+        str | None,
+        Meta(description="Metric of an evaluation, higher is better; null takes the accuracy of the first set."),
+    ] = None
     keep_every: Annotated[
         int, Meta(ge=0, description="Checkpoints of every so many steps are kept for good; 0: none.")
     ] = 0

@@ -59,11 +59,12 @@ class RunCheckpoints:
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:
         """Raise ConfigError where the best checkpoint goes by a metric that the evaluation does not have."""
-        if self._config.keep_best > 0 and self._config.best_metric not in evaluated:
+        wanted = self._config.best_metric
+        if self._config.keep_best > 0 and wanted is not None and wanted not in evaluated:
             names = sorted(name for name in evaluated if name.startswith("eval/"))
             raise ConfigError(
-                f"checkpoint.best_metric={self._config.best_metric!r} is no metric of the evaluation"
-                f"{did_you_mean(self._config.best_metric, names)} (it has {', '.join(names)})"
+                f"checkpoint.best_metric={wanted!r} is no metric of the evaluation{did_you_mean(wanted, names)} "
+                f"(it has {', '.join(names)})"
             )
 
     def save_now(self, state: RunState, pending: Sequence[Sample]) -> Path | None:
@@ -91,7 +92,9 @@ class RunCheckpoints:
             self._say(f"note: {error}")
 
     def _score(self, evaluated: Mapping[str, float]) -> float | None:
-        value = evaluated.get(self._config.best_metric)
+        accuracies = ["eval/accuracy", *(name for name in evaluated if name.endswith("/accuracy"))]
+        name = self._config.best_metric or next((name for name in accuracies if name in evaluated), "")
+        value = evaluated.get(name)
         return value if value is not None and math.isfinite(value) else None
 
     def _begin(self, state: RunState, pending: Sequence[Sample], score: float | None) -> None:

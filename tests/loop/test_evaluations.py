@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import TinyModelDir
 from tests.loop.test_run_training import metrics_of, run
 from unison.cli.main import main
@@ -48,3 +50,15 @@ def test_an_evaluation_changes_nothing_in_the_training(tiny_model_dir: TinyModel
     with_sets = run(tiny_model_dir(), tmp_path / "with", eval=EVAL)
     without = run(tiny_model_dir(), tmp_path / "without", eval={"problems": 0})
     assert with_sets.weights_digest == without.weights_digest
+
+
+def test_answers_that_cannot_be_written_are_told_of_and_the_run_goes_on(
+    tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unison.loop.write_evaluation", full)
+    result = run(tiny_model_dir(), tmp_path / "run", eval=EVAL)
+    assert sorted(result.evaluations) == [0, 2, 3]
+    assert "step 2: the evaluation's answers were not written" in capsys.readouterr().out

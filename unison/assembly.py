@@ -10,7 +10,6 @@ import torch
 from unison.algorithms.advantages import AdvantageEstimator, get_advantage
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
-from unison.core.protocols import Grader
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import derive_seed
 from unison.data.cursor import PromptCursor
@@ -26,12 +25,26 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
+from unison.observability.trackers.open import check_trackers
 from unison.rewards.base import load_reward
+from unison.rewards.combined import WeightedReward
 from unison.rewards.scoring import score
-from unison.rollout.collect import PromptTask
+from unison.rollout.collect import PromptTask, RolloutFunction
+from unison.rollout.filters import GroupFilter, load_filter
+from unison.rollout.functions import load_rollout
 from unison.text.tokenizer import Tokenizer
 from unison.training.arithmetic import check_arithmetic
 from unison.training.trainer import Trainer
+
+
+@dataclass(slots=True)
+class TrainerParts:
+    """What training alone is made of, without engine, data and reward: enough to replay steps."""
+
+    config: TrainConfig
+    model_folder: Path
+    numerics: NumericsChoice
+    trainer: Trainer
 
 
 @dataclass(slots=True)
@@ -48,8 +61,10 @@ class Parts:
     prompts: EncodedPrompts
     cursor: PromptCursor
     evaluation: EvaluationSets
-    reward: Grader
+    reward: WeightedReward
     estimator: AdvantageEstimator
+    group_filter: GroupFilter | None
+    rollout_function: RolloutFunction | None
     sampling: SamplingParams
     num_bad_rows: int
     longest_prompt: int
@@ -57,9 +72,9 @@ class Parts:
     notes: list[str]
     """Automatic choices and what was skipped, for people."""
 
-    def draw(self) -> list[PromptTask]:
+    def draw(self, count: int) -> list[PromptTask]:
         """The next prompts of the run, each keyed by row and epoch: a prompt drawn again gets new noise."""
-        return [prompt_task(p) for p in self.prompts.draw(self.cursor, self.config.rollout.prompts_per_step)]
+        return [prompt_task(prompt) for prompt in self.prompts.draw(self.cursor, count)]
 
     @property
     def num_skipped(self) -> int:
@@ -69,8 +84,11 @@ class Parts:
 def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work."""
     check_arithmetic(config)
+    check_trackers(config.log)
     estimator = get_advantage(config.algorithm.name)
-    reward = load_reward(config.reward)
+    group_filter = load_filter(config.rollout.filter)
+    rollout_function = load_rollout(config.rollout.function)
+    reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
     spec = read_spec(read_config(folder))
@@ -101,11 +119,21 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         evaluation=evaluation,
         reward=reward,
         estimator=estimator,
+        group_filter=group_filter,
+        rollout_function=rollout_function,
         sampling=training_sampling(config.rollout),
         num_bad_rows=len(bad_rows),
         longest_prompt=longest_prompt,
         notes=notes,
     )
+
+
+def build_trainer_parts(config: TrainConfig) -> TrainerParts:
+    """The trainer of a run by itself, as ``build_parts`` would build it."""
+    set_threads(config.run.threads)
+    folder = resolve_model(config.model.path)
+    choice = choose_numerics(read_spec(read_config(folder)), config.model.dtype, config.model.numerics)
+    return TrainerParts(config, folder, choice, _trainer(config, folder, choice, None))
 
 
 def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, evaluation: EvaluationSets) -> None:
@@ -172,7 +200,7 @@ def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer
     )
 
 
-def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir: Path) -> Trainer:
+def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir: Path | None) -> Trainer:
     # The reference is a module of its own: weights swapped in and out would have to be proven equal each time.
     reference = load_model(folder, choice.dtype) if config.algorithm.kl_coef > 0 else None
     masters = load_model(folder, torch.float32)

@@ -3,162 +3,262 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from unison.assembly import Parts, build_parts
+from unison.checkpoint.run_state import RunState
 from unison.config.dump import dump_toml
 from unison.config.schema import TrainConfig
-from unison.core.errors import NumericsError, RewardError, UnisonError
-from unison.core.records import Sample
+from unison.core.errors import NonFiniteError, NumericsError, RewardError, RunInterrupted, UnisonError
+from unison.core.faults import fault_point
+from unison.core.records import Sample, SampleStatus
+from unison.core.wire import encode_samples
 from unison.evaluation.files import write_evaluation
-from unison.models.saving import export_model
+from unison.observability.alarms import AlarmLog, Alarms
 from unison.observability.console import ConsoleSink
-from unison.observability.plot import draw_plot
 from unison.observability.progress import Progress
-from unison.observability.run_folder import RunFolder, check_unused
+from unison.observability.run_files import run_lock
+from unison.observability.run_folder import RunFolder, holds_run
 from unison.observability.sinks import JsonlSink, MultiSink
-from unison.rewards.scoring import RewardReport, score
-from unison.rollout.collect import PromptTask, collect
+from unison.observability.trackers.open import open_trackers
+from unison.processes.interruption import Interruption
+from unison.rewards.scoring import RewardReport, merge_reports, score
+from unison.rewards.summary import reward_metrics
+from unison.rollout.collect import PromptTask, collect, tasks_of
+from unison.rollout.filters import discarded_groups
+from unison.rollout.interruptible import stoppable
+from unison.rollout.ledger import LedgerEntry, group_accounts
 from unison.rollout.summary import rollout_metrics
-from unison.training.arithmetic import BatchArithmetic
-from unison.training.rows import build_rows, reward_columns
+from unison.run.checkpoints import RunCheckpoints
+from unison.run.restore import Start, fork_start, own_start, restore
+from unison.run.talk import introduction, start_lines
+from unison.run.wrap_up import RunResult, finish, interrupted_words, numerics_of, peak_memory_bytes
+from unison.training.prepare import prepare_rows
+from unison.training.rows import TrainingRow
 from unison.training.totals import StepTotals
-from unison.weights.checksum import tensors_digest
 from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
 _NUM_FAILURES_SHOWN = 3
-_NUM_FLAT_STEPS = 3
+_MAX_CURSOR_CHARS = 4096
+"""A place in the data that takes more (a curriculum's) is kept in checkpoints only."""
 
 
 @dataclass(slots=True)
-class RunResult:
-    """What a finished run came to; also in the folder's summary.json."""
+class Batch:
+    """The samples of a step, as drawn, and what is trained of them."""
 
-    folder: Path
-    weights_digest: str
-    evaluations: dict[int, Metrics] = field(default_factory=dict)
+    samples: list[Sample]
+    filtered: dict[str, str]
+    """Groups the filter discarded, with its reasons."""
+    kept: list[Sample] = field(default_factory=list)
+    advantages: Tensor | None = None
+    rows: list[TrainingRow] = field(default_factory=list)
 
 
 def run_training(
     config: TrainConfig, command: Sequence[str] = (), sources: Mapping[str, str] | None = None
 ) -> RunResult:
-    """Train as configured into the run folder. ``command`` and ``sources`` are written down there."""
+    """Train as configured into the run folder, or go on with the run that lies there.
+
+    ``command`` and ``sources`` are written down there. Raises RunInterrupted, with the state saved, where a signal
+    asked the run to stop.
+    """
     path = Path(config.run.dir or Path("runs") / config.run.name)
-    check_unused(path)
-    started = time.perf_counter()
-    parts = build_parts(config, dump_dir=path / "failures")
-    folder = RunFolder.create(path, dump_toml(config, sources), command, numerics=_numerics(parts))
-    with Progress(config.log.progress) as progress:
-        run = Run(parts, folder, progress)
-        run.introduce()
+    is_continued = holds_run(path)
+    with run_lock(path):
+        folder = RunFolder.reopen(path)
         try:
-            asyncio.run(run.train())
+            start = own_start(folder, config) if is_continued else fork_start(config) if config.run.fork else None
+            if start is None and is_continued and config.run.fork:
+                start = fork_start(config)
+            if is_continued and start is not None and _is_finished(folder, start.state, config):
+                return _already_finished(folder, start.state)
+            parts = build_parts(config, dump_dir=folder.failures)
+            config_toml = dump_toml(config, sources)
+            if not is_continued:
+                folder = RunFolder.create(path, config_toml, command, numerics=numerics_of(parts))
+            return _run(parts, folder, start, is_continued, config_toml)
         except BaseException:
-            run.close()
-            folder.discard_unless_begun()
+            if not is_continued:
+                folder.discard_unless_begun()
             raise
-        run.close()
-        return run.finish(time.perf_counter() - started)
+
+
+def _run(parts: Parts, folder: RunFolder, start: Start | None, is_continued: bool, config_toml: str) -> RunResult:
+    with Progress(parts.config.log.progress) as progress, Interruption() as interruption:
+        run = Run(parts, folder, progress, interruption)
+        try:
+            for line in introduction(parts, folder.path):
+                progress.print(line)
+            run.begin(start, is_continued, config_toml)
+            asyncio.run(run.train())
+            run.checkpoints.finish(run.state)
+        except RunInterrupted as interrupted:
+            saved = run.save_on_the_way_out()
+            run.close()
+            folder.event("interrupted", step=run.step, signal=interrupted.signal_name)
+            for line in interrupted_words(folder, run.step, saved):
+                progress.print(line)
+            raise
+        except UnisonError as error:
+            run.give_up(error)
+            raise
+        finally:
+            run.close()
+        return finish(parts, folder, run.evaluations, run.seconds, progress)
 
 
 class Run:
-    """A run under way: its parts, its folder, and where it reports to."""
+    """A run under way: its parts, its folder, what it has done, and where it reports to."""
 
-    def __init__(self, parts: Parts, folder: RunFolder, progress: Progress) -> None:
+    def __init__(self, parts: Parts, folder: RunFolder, progress: Progress, interruption: Interruption) -> None:
         self.parts = parts
         self.config = parts.config
         self.folder = folder
+        self.step = 0
+        """Steps done."""
+        self.evaluations: dict[str, Metrics] = {}
+        self.checkpoints = RunCheckpoints(parts, folder, progress.print)
         self._progress = progress
+        self._interruption = interruption
+        self._base_digest = parts.engine.weights.checksum()
+        self._weights_digest = self._base_digest
+        self._pending: list[Sample] = []
+        self._pending_draws: list[int] = []
+        self._unlogged: Metrics | None = None
+        self._alarms = Alarms(self.config.alarm)
+        self._alarm_log: AlarmLog | None = None
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
+        self._is_clean = True
+        """False while weights change: what is saved then would be neither the old state nor the new one."""
+        self._sinks = MultiSink([])
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def begin(self, start: Start | None, is_continued: bool, config_toml: str) -> None:
+        """Take over the state the run starts from, and bring the folder back to it."""
+        if start is not None:
+            restore(self.parts, start, self._base_digest)
+            self._take(start.state, start.pending)
+            if is_continued and not start.is_fork:
+                self.checkpoints.go_on(start.state, self.folder.checkpoints)
+        resume_step = self._logged_step(start) if is_continued else None
+        if not is_continued:
+            self.folder.event("begun", step=self.step, fork=self.config.run.fork, numerics=numerics_of(self.parts))
+        else:
+            num_dropped = self.folder.rewind(self.step, self._logged_step(start))
+            self.folder.event(
+                "continued",
+                step=self.step,
+                num_pending=len(self._pending),
+                num_lines_dropped=num_dropped,
+                changes=list(start.changes.values()) if start else [],
+                passed_over=start.notes if start else [],
+                numerics=numerics_of(self.parts),
+            )
+            if start is not None and start.changes:
+                self.folder.replace_config(config_toml, self.step)
+        # Only now: a file that is open does not follow when it is rewound.
+        self._alarm_log = AlarmLog(self.folder.alarms)
         self._sinks = MultiSink(
-            [JsonlSink(folder.metrics), ConsoleSink(self.config.trainer.steps, write=progress.print)]
+            [
+                JsonlSink(self.folder.metrics),
+                ConsoleSink(self.config.trainer.steps, write=self._progress.print),
+                *open_trackers(self.config, self.folder.path, resume_step, warn=self._warn),
+            ]
         )
-        self._evaluations: dict[int, Metrics] = {}
-        self._num_flat_steps = 0
+        for line in start_lines(self.parts, start, is_continued):
+            self._progress.print(line)
 
     async def train(self) -> None:
-        """Baseline, then steps: collect, score, estimate, update, publish; evaluate when it is due."""
-        if self.parts.evaluation and self.config.eval.before:
-            self._sinks.log(0, await self.evaluate(0))
-        for step in range(1, self.config.trainer.steps + 1):
-            started = time.perf_counter()
-            samples, metrics = await self.rollout(step)
-            advantages = self.advantages(samples)
-            totals = self.update(samples, advantages)
+        """Baseline, then steps: collect, score, estimate, update, publish; evaluate and save when it is due."""
+        await self._evaluate_first()
+        while self.step < self.config.trainer.steps:
+            self._interruption.check()
+            step, started = self.step + 1, time.perf_counter()
+            batch, metrics = await self.rollout(step)
+            totals = self.update(batch)
             metrics |= totals.metrics() | self.publish(step, totals)
-            self.note_missing_contrast(step, metrics)
             metrics |= self.accounts(metrics, totals, time.perf_counter() - started)
-            self.write_rollouts(step, samples, advantages)
-            if self._evaluation_due(step):
-                metrics |= await self.evaluate(step)
-            self._sinks.log(step, metrics)
+            self.record(step, batch, totals)
+            await self.conclude(step, metrics)
 
-    async def rollout(self, step: int) -> tuple[list[Sample], Metrics]:
-        """Draw the step's samples and score them."""
-        started = time.perf_counter()
-        samples = await self._collect("rollout", self.parts.draw())
-        seconds = time.perf_counter() - started
-        self.score(samples, step)
-        scored = time.perf_counter() - started - seconds
-        metrics = rollout_metrics(samples)
+    async def rollout(self, step: int) -> tuple[Batch, Metrics]:
+        """Draw the step's samples and score them; groups the filter discards are replaced as often as configured."""
+        rollout = self.config.rollout
+        if not self._pending:
+            self._pending_draws = []
+        seconds, scored_s = 0.0, 0.0
+        filtered: dict[str, str] = {}
+        reports: list[RewardReport] = []
+        tasks = tasks_of(self._pending) or self._draw(rollout.prompts_per_step)
+        while True:
+            started = time.perf_counter()
+            await self._collect(tasks)
+            collected = time.perf_counter()
+            reports.append(self.score([sample for sample in self._pending if not _is_scored(sample)], step))
+            filtered = discarded_groups(self._pending, self.parts.group_filter)
+            seconds, scored_s = seconds + collected - started, scored_s + time.perf_counter() - collected
+            if not filtered or len(self._pending_draws) > rollout.refill:
+                break
+            missing = rollout.prompts_per_step - (len(tasks_of(self._pending)) - len(filtered))
+            if missing <= 0:
+                break
+            tasks = tasks_of(self._pending) + self._draw(missing)
+        metrics = rollout_metrics(self._pending)
+        metrics |= reward_metrics(self._pending, merge_reports(reports), self.parts.reward)
         metrics["rollout/seconds"] = seconds
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(seconds, 1e-9)
-        metrics["reward/seconds"] = scored
-        return samples, metrics
+        metrics["rollout/filtered_groups"] = float(len(filtered))
+        metrics["reward/seconds"] = scored_s
+        return Batch(self._pending, filtered), metrics
 
     def score(self, samples: Sequence[Sample], step: int) -> RewardReport:
         """Reward every finished sample in place; failures are shown, and stop a run that never scored one."""
         report = score(samples, self.parts.reward)
+        fault_point("loop.scored")
+        self._interruption.check()
         for failure in report.failures[:_NUM_FAILURES_SHOWN]:
             self._progress.print(f"note: step {step}: unscorable: {failure.sample_id}: {failure.reason}")
         if len(report.failures) > _NUM_FAILURES_SHOWN:
             self._progress.print(f"note: step {step}: {len(report.failures)} samples were unscorable in all")
         if step <= 1 and report.failures and not report.num_scored:
             raise RewardError(
-                f"the reward {self.config.reward.function!r} could score none of the first {len(samples)} samples; "
+                f"the reward {' + '.join(map(repr, self.parts.reward.weights))} could score none of the first "
+                f"{len(samples)} samples; "
                 f"the first one: {report.failures[0].reason}"
             )
         return report
 
-    def advantages(self, samples: Sequence[Sample]) -> Tensor:
-        rewards, group_ids, valid = reward_columns(samples)
-        algorithm = self.config.algorithm
-        return self.parts.estimator(
-            rewards, group_ids, valid, normalize_std=algorithm.normalize_std, epsilon=algorithm.std_epsilon
-        )
-
-    def update(self, samples: Sequence[Sample], advantages: Tensor) -> StepTotals:
+    def update(self, batch: Batch) -> StepTotals:
         """One optimizer step; under exact numerics the trainer must find the rollout's very log-probs."""
-        rows = build_rows(samples, advantages, self.config.algorithm.truncated)
+        batch.kept, batch.advantages, batch.rows = prepare_rows(
+            batch.samples, self.parts.estimator, self.config.algorithm, batch.filtered
+        )
         trainer = self.parts.trainer
         is_first = trainer.num_steps == 0
-        totals = trainer.step(rows, on_progress=lambda done, total: self._progress.update("training", done, total))
+        totals = trainer.step(batch.rows, on_progress=self._trained, before_update=self._before_update)
+        fault_point("loop.updated")
         if self.parts.numerics.path.name == "exact":
             _check_exact(totals, is_first)
         return totals
-
-    def note_missing_contrast(self, step: int, metrics: Metrics) -> None:
-        """Say so when steps in a row had nothing to learn from."""
-        self._num_flat_steps = self._num_flat_steps + 1 if metrics["rollout/no_contrast_share"] == 1 else 0
-        if self._num_flat_steps == _NUM_FLAT_STEPS:
-            self._progress.print(
-                f"note: step {step}: in the last {_NUM_FLAT_STEPS} steps all samples of each prompt scored alike, so "
-                "nothing was learnt; make the task easier or harder, or look at the reward in rollouts.jsonl"
-            )
 
     def publish(self, step: int, totals: StepTotals) -> Metrics:
         """Give the engine the new weights; nothing moves where no token was trained."""
         started = time.perf_counter()
         if totals.updated:
-            push_weights(self.parts.engine.weights, self.parts.trainer.published(), step)
+            commit = push_weights(self.parts.engine.weights, self.parts.trainer.published(), step)
+            self._weights_digest = commit.checksum
         else:
             self._progress.print(f"note: step {step}: no token was left to train on; the weights stay as they are")
         return {
@@ -166,13 +266,66 @@ class Run:
             "weights/seconds": time.perf_counter() - started,
         }
 
+    def record(self, step: int, batch: Batch, totals: StepTotals) -> None:
+        """Write down what became of the step's prompts; from here on the step is done."""
+        sha256 = self.folder.write_samples(step, encode_samples(batch.samples)) if self.config.log.samples else None
+        fault_point("loop.samples_written")
+        trained = {row.sample_id for row in batch.rows if row.is_trained}
+        cursor = self.parts.cursor.state_dict()
+        entry = LedgerEntry(
+            step=step,
+            draws=self._pending_draws,
+            groups=group_accounts(batch.samples, trained if totals.updated else set(), batch.filtered),
+            filtered=list(batch.filtered),
+            reward_sum=sum(sample.reward for sample in batch.samples if sample.reward is not None),
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
+            optimizer_steps=self.parts.trainer.num_steps,
+            weights_version=self.parts.engine.weights.version,
+            weights_digest=self._weights_digest,
+            base_digest=self._base_digest,
+            samples_sha256=sha256,
+            cursor=cursor if len(str(cursor)) <= _MAX_CURSOR_CHARS else {},
+        )
+        self.folder.append_ledger(msgspec.json.encode(entry))
+        count = self.config.log.rollouts_per_step
+        values = batch.advantages[:count].tolist() if batch.advantages is not None else []
+        self.folder.write_rollouts(step, batch.kept[:count], values, self._decode)
+        self.step, self._pending, self._pending_draws = step, [], []
+        self._is_clean = True
+        fault_point("loop.recorded")
+
+    async def conclude(self, step: int, metrics: Metrics) -> None:
+        """Evaluate if it is due, log, save if it is due."""
+        self._unlogged = metrics
+        evaluated: Metrics = {}
+        if self._evaluation_due(step):
+            evaluated = await self.evaluate(step)
+        self._sinks.log(step, metrics | evaluated | self.watch(step, metrics | evaluated))
+        self._unlogged = None
+        self.checkpoints.save_if_due(self.state, evaluated)
+        fault_point("loop.concluded")
+
+    def watch(self, step: int, metrics: Metrics) -> Metrics:
+        """Say what looks wrong."""
+        for alarm in self._alarms.observe(step, metrics):
+            if self._alarm_log is not None:
+                self._alarm_log.write(alarm)
+            self._progress.print(f"alarm: {alarm.text}")
+        return {"alarms/active": float(len(self._alarms.active))} if self.config.alarm.enabled else {}
+
     async def evaluate(self, step: int) -> Metrics:
         """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
-        result = await self.parts.evaluation.run(
-            self.parts.client,
-            self.parts.engine.weights.version,
-            on_progress=lambda done, total: self._progress.update("evaluation", done, total),
-        )
+        evaluation, version = self.parts.evaluation, self.parts.engine.weights.version
+        with stoppable(self.parts.client, self._interruption) as client:
+            try:
+                result = await evaluation.run(
+                    client, version, on_progress=lambda done, total: self._progress.update("evaluation", done, total)
+                )
+            except UnisonError:
+                # Answers that were cut short are no evaluation, whatever the complaint about them.
+                self._interruption.check()
+                raise
         self._progress.idle()
         for note in result.notes():
             self._progress.print(f"note: step {step}: {note}")
@@ -183,7 +336,8 @@ class Run:
         except OSError as error:
             self._progress.print(f"note: step {step}: the evaluation's answers were not written: {error}")
         metrics = result.metrics()
-        self._evaluations[step] = metrics
+        self.checkpoints.check_metric(metrics)
+        self.evaluations[str(step)] = metrics
         return metrics
 
     def accounts(self, metrics: Metrics, totals: StepTotals, seconds: float) -> Metrics:
@@ -197,75 +351,118 @@ class Run:
             "data/skipped": float(self.parts.num_skipped),
         }
 
-    def write_rollouts(self, step: int, samples: Sequence[Sample], advantages: Tensor) -> None:
-        count = self.config.log.rollouts_per_step
-        values = advantages[:count].tolist()
-        self.folder.write_rollouts(step, samples[:count], values, self._decode)
-
-    def introduce(self) -> None:
-        """What runs, where, and what the batch settings come to."""
-        parts, config = self.parts, self.config
-        for note in parts.notes:
-            self._progress.print(f"note: {note}")
-        spec = parts.engine.model.spec
-        self._progress.print(
-            f"model {config.model.path} ({spec.family}, {spec.num_parameters() / 1e6:.1f} M parameters), "
-            f"{parts.numerics.dtype_name}, numerics {parts.numerics.path.name}, seed {config.run.seed}"
+    @property
+    def state(self) -> RunState:
+        """The run as it stands between two steps."""
+        return RunState(
+            step=self.step,
+            optimizer_steps=self.parts.trainer.num_steps,
+            weights_version=self.parts.engine.weights.version,
+            weights_digest=self._weights_digest,
+            base_digest=self._base_digest,
+            cursor=self.parts.cursor.state_dict(),
+            pending_draws=list(self._pending_draws),
+            unlogged=self._unlogged,
+            evaluations=self.evaluations,
+            seconds=self.seconds,
+            numerics=numerics_of(self.parts),
+            alarms=self._alarms.state_dict(),
         )
-        arithmetic = replace(BatchArithmetic.from_config(config), max_prompt_tokens=parts.longest_prompt)
-        for line in arithmetic.describe():
-            self._progress.print(f"  {line}")
-        self._progress.print(f"run folder {self.folder.path}")
 
-    def finish(self, seconds: float) -> RunResult:
-        """Export, plot, summary, and the last words."""
-        digest = tensors_digest(self.parts.trainer.published())
-        result = RunResult(self.folder.path, digest, self._evaluations)
-        problem: UnisonError | None = None
-        if self.config.log.export:
-            try:
-                export_model(self.parts.trainer.model, self.parts.model_folder, self.folder.model)
-            except UnisonError as error:
-                problem = error
-        self._write_summary(result, seconds)
-        if self.config.log.plot:
-            self._draw_plot()
-        for line in _last_words(self.folder, self.config, result, seconds):
-            self._progress.print(line)
-        if problem is not None:
-            # The trained model is what the run was for: without it the run has failed, but all else is written.
-            raise problem
-        return result
+    def save_on_the_way_out(self) -> Path | None:
+        """Save what the run has come to, samples of the step under way included; where it lies."""
+        return self.checkpoints.save_now(self.state, self._pending) if self._is_clean else None
 
-    def _write_summary(self, result: RunResult, seconds: float) -> None:
+    def give_up(self, error: UnisonError) -> None:
+        """A run that fails saves what it has done first, unless that is what failed."""
+        self.folder.event("failed", step=self.step, error=f"{type(error).__name__}: {error}")
+        if self.step == 0 or not self._is_clean or isinstance(error, NonFiniteError | NumericsError):
+            return
         try:
-            self.folder.write_summary(self._summary(result, seconds))
-        except OSError as error:
-            self._progress.print(f"note: no summary: {error}")
-
-    def _draw_plot(self) -> None:
-        try:
-            draw_plot(self.folder.metrics, self.folder.plot, self.config.run.name)
-        except (UnisonError, OSError) as error:
-            # The run is done and saved: a missing picture must not make it look failed.
-            self._progress.print(f"note: no plot: {error}")
+            saved = self.save_on_the_way_out()
+        except UnisonError as second:
+            self._progress.print(f"note: no checkpoint was saved: {second}")
+            return
+        if saved is not None:
+            self._progress.print(
+                f"step {self.step} is saved in {saved}; `unison train {self.folder.path}` goes on from it"
+            )
 
     def close(self) -> None:
+        self.checkpoints.close()
+        self.parts.reward.close()
         self.parts.evaluation.close()
         self._sinks.close()
+        if self._alarm_log is not None:
+            self._alarm_log.close()
         self.folder.close()
 
-    async def _collect(self, phase: str, tasks: Sequence[PromptTask]) -> list[Sample]:
+    def _take(self, state: RunState, pending: list[Sample]) -> None:
+        self.step = state.step
+        self.evaluations = dict(state.evaluations)
+        self._pending, self._pending_draws = pending, list(state.pending_draws)
+        self._unlogged = state.unlogged
+        self._weights_digest = state.weights_digest
+        self._seconds_before = state.seconds
+        if state.alarms:
+            self._alarms.load_state_dict(state.alarms)
+
+    def _logged_step(self, start: Start | None) -> int:
+        """The last step whose metrics are complete: the present one's evaluation may be still to be made."""
+        if start is None:
+            return -1
+        no_baseline = not self.evaluations and self._has_baseline and (start.is_fork or self.step == 0)
+        return self.step - 1 if self._unlogged is not None or no_baseline else self.step
+
+    @property
+    def _has_baseline(self) -> bool:
+        return bool(self.parts.evaluation) and self.config.eval.before
+
+    async def _evaluate_first(self) -> None:
+        """The baseline; of a continued run the evaluation that was left open."""
+        unlogged = self._unlogged
+        if unlogged is not None:
+            await self.conclude(self.step, unlogged)
+        elif not self.evaluations and self._has_baseline:
+            self._sinks.log(self.step, await self.evaluate(self.step))
+
+    def _warn(self, message: str) -> None:
+        self._progress.print(f"warning: {message}")
+
+    def _draw(self, count: int) -> list[PromptTask]:
+        self._pending_draws.append(count)
+        return self.parts.draw(count)
+
+    async def _collect(self, tasks: Sequence[PromptTask]) -> None:
+        """Bring pending samples to their end, and draw those of new tasks; what an interruption leaves is pending."""
         num_done, total = 0, len(tasks) * self.parts.sampling.n
 
-        def count(_: Sample) -> None:
+        def count(sample: Sample) -> None:
             nonlocal num_done
-            num_done += 1
-            self._progress.update(phase, num_done, total)
+            num_done += sample.status is not SampleStatus.PENDING
+            fault_point("loop.sample")
+            self._progress.update("rollout", num_done, total)
 
-        return await collect(
-            self.parts.client, tasks, self.parts.sampling, run_seed=self.config.run.seed, on_sample=count
-        )
+        with stoppable(self.parts.client, self._interruption) as client:
+            self._pending = await collect(
+                client,
+                tasks,
+                self.parts.sampling,
+                run_seed=self.config.run.seed,
+                on_sample=count,
+                earlier=self._pending,
+                function=self.parts.rollout_function,
+            )
+        self._interruption.check()
+
+    def _trained(self, done: int, total: int) -> None:
+        fault_point("loop.micro_batch")
+        self._interruption.check()
+        self._progress.update("training", done, total)
+
+    def _before_update(self) -> None:
+        self.checkpoints.release()
+        self._is_clean = False
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.config.eval.every
@@ -274,21 +471,24 @@ class Run:
     def _decode(self, ids: Sequence[int]) -> str:
         return self.parts.tokenizer.decode(ids, skip_special=False)
 
-    def _summary(self, result: RunResult, seconds: float) -> dict[str, Any]:
-        return {
-            "name": self.config.run.name,
-            "steps": self.parts.trainer.num_steps,
-            "seconds": seconds,
-            "peak_memory_bytes": peak_memory_bytes(),
-            "weights_digest": result.weights_digest,
-            "evaluations": {str(step): metrics for step, metrics in result.evaluations.items()},
-        }
+
+def _is_scored(sample: Sample) -> bool:
+    return sample.reward is not None or sample.status is SampleStatus.UNSCORABLE
 
 
-def peak_memory_bytes() -> int:
-    """Peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
+    exported = folder.model.exists() or not config.log.export
+    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
+
+
+def _already_finished(folder: RunFolder, state: RunState) -> RunResult:
+    print(
+        f"the run in {folder.path} has done its {state.step} steps; raise trainer.steps to go on, or choose another "
+        "folder with --run.dir DIR",
+        flush=True,
+    )
+    evaluations = {int(step): metrics for step, metrics in state.evaluations.items()}
+    return RunResult(folder.path, state.weights_digest, evaluations)
 
 
 def _check_exact(totals: StepTotals, is_first: bool) -> None:
@@ -301,35 +501,3 @@ def _check_exact(totals: StepTotals, is_first: bool) -> None:
         raise NumericsError(
             f"exact numerics was broken: the KL to the reference is {totals.kl_sum:.3g} before the first update, not 0"
         )
-
-
-def _numerics(parts: Parts) -> dict[str, Any]:
-    import torch
-
-    from unison.engine.sampler import SAMPLER_NAME
-
-    return {
-        "path": parts.numerics.path.name,
-        "dtype": parts.numerics.dtype_name,
-        "threads": torch.get_num_threads(),
-        "sampler": SAMPLER_NAME,
-    }
-
-
-def _last_words(folder: RunFolder, config: TrainConfig, result: RunResult, seconds: float) -> list[str]:
-    lines = [f"finished {config.trainer.steps} steps in {seconds / 60:.1f} min, weights {result.weights_digest[:16]}"]
-    steps = sorted(result.evaluations)
-    if len(steps) > 1:
-        before, after = result.evaluations[steps[0]], result.evaluations[steps[-1]]
-        for name, word in (("eval/accuracy", "sampled"), ("eval/accuracy_greedy", "greedy")):
-            if name in before and name in after:
-                lines.append(
-                    f"held-out accuracy, {word:<7}  before {_interval(before, name)}  after {_interval(after, name)}  "
-                    f"change {100 * (after[name] - before[name]):+.1f} points"
-                )
-    lines += [f"  {path}" for path in (folder.plot, folder.metrics, folder.rollouts, folder.model) if path.exists()]
-    return lines
-
-
-def _interval(metrics: Metrics, name: str) -> str:
-    return f"{metrics[name]:.3f} [{metrics[name + '_ci_low']:.3f}, {metrics[name + '_ci_high']:.3f}]"

@@ -126,7 +126,7 @@ def test_a_wrong_value_names_source_key_value_and_what_is_allowed(flag: str, tex
         ("[trainor]", ":1: section trainor is unknown; did you mean trainer?"),
         ("[nonsense]", ":1: section nonsense is unknown; the sections are model, run"),
         ("[trainer]\nlr = 3", ":2: key trainer.lr is unknown; did you mean trainer.learning_rate?"),
-        ("learning_rate = 3", ":1: key learning_rate is unknown; that is trainer.learning_rate"),
+        ("learning_rate = 3", ":1: key learning_rate is unknown; that is called trainer.learning_rate here"),
         ("trainer.lr = 3", ":1: key trainer.lr is unknown"),
         ("[trainer]\nsteps = \n", ":2, column 9: not valid TOML: Invalid value"),
         ("[trainer]\nx", ":2: not valid TOML"),

@@ -10,7 +10,7 @@ import pytest
 from unison.config import names
 from unison.config.fields import fields, sections
 from unison.config.load import load_config
-from unison.config.names import SYNONYMS, edit_distance, explain_unknown, nearest
+from unison.config.names import edit_distance, explain_unknown, nearest, synonyms
 from unison.core.errors import ConfigError
 
 PLAIN_KEYS = [name for name, field in fields().items() if field.named is None]
@@ -59,7 +59,7 @@ def test_one_wrong_letter_in_any_file_key_fails_and_the_right_key_is_named(path:
     ("written", "meant"),
     [
         ("trainer.lr", "trainer.learning_rate"),
-        ("lr", "trainer.learning_rate"),
+        ("warmup", "trainer.warmup_steps"),
         ("optimizer.lr", "trainer.learning_rate"),
         ("rollout.learning_rate", "trainer.learning_rate"),
         ("rollout.group_size", "rollout.samples_per_prompt"),
@@ -81,8 +81,8 @@ def test_a_word_like_nothing_lists_what_there_is() -> None:
 
 
 def test_synonyms_lead_to_keys_that_exist_and_hide_none() -> None:
-    assert {path for found in SYNONYMS.values() for path in found} <= set(fields())
-    assert not set(SYNONYMS) & {field.key for field in fields().values()}
+    assert {path for found in synonyms().values() for path in found} <= set(fields())
+    assert not set(synonyms()) & {field.key for field in fields().values()}
 
 
 def test_a_moved_key_says_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,12 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, spelt as code hosts spell them."""
-    headings = re.findall(r"^#+\s+(.*?)\s*#*$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Anchors of a page: those set by hand, and those of headings, spelt as code hosts spell them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+\s+(.*?)\s*#*$", text, re.MULTILINE)
+    return set(re.findall(r'<a id="([^"]+)"></a>', text)) | {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
 
 
 def test_relative_links_lead_somewhere() -> None:

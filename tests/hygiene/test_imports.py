@@ -37,6 +37,7 @@ ROWS = (
     "evaluation",
     "bench",
     "assembly",
+    "run",
     "loop",
     "cluster",
     "checks",

@@ -6,7 +6,7 @@ import pytest
 
 from unison.config.fields import fields
 from unison.observability.metrics import METRICS
-from unison.observability.registry import Metric, MetricError, MetricRegistry, render_page
+from unison.observability.registry import Metric, MetricError, MetricRegistry, anchor, render_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -33,7 +33,8 @@ def test_the_names_users_script_against_stay() -> None:
 def test_each_metric_is_explained() -> None:
     for entry in METRICS:
         assert len(entry.description) > 10 and entry.description.endswith(".")
-        assert entry.unit and entry.healthy and entry.advice
+        assert entry.unit and (len(entry.healthy) > 1 or entry.healthy == "0")
+        assert len(entry.advice) > 10 and not entry.advice.startswith("as ")
 
 
 def test_advice_names_only_keys_and_metrics_that_exist() -> None:
@@ -52,6 +53,14 @@ def test_the_committed_page_of_metrics_is_the_generated_one() -> None:
     assert PAGE.read_text(encoding="utf-8") == render_page(METRICS), (
         "run: python -m unison.observability.metrics > docs/metrics.md"
     )
+
+
+def test_each_metric_has_an_anchor_of_its_own_that_stays() -> None:
+    anchors = [anchor(metric.name) for metric in METRICS]
+    assert len(set(anchors)) == len(anchors)
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(page.count(f'<a id="{name}"></a>') == 1 for name in anchors)
+    assert anchor("train/entropy") == "train-entropy" and anchor("rollout/no_contrast_share") in page
 
 
 def test_an_unknown_name_is_refused_and_the_nearest_named() -> None:

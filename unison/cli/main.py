@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,7 +14,7 @@ import unison
 from unison.cli.arguments import HelpShown
 from unison.cli.env import prepare_environment
 from unison.config.names import did_you_mean
-from unison.core.errors import ConfigError, UnisonError
+from unison.core.errors import ConfigError, RunInterrupted, UnisonError
 
 COMMANDS: Final[dict[str, str]] = {
     "train": "train a model on your prompts and reward",
@@ -52,7 +53,8 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 a check failed, 2 a user's error, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 a check failed, 2 a user's error, 130 interrupted
+    (143 by SIGTERM)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in arguments
     arguments = [word for word in arguments if word != "--traceback"]
@@ -64,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except HelpShown:
         return EXIT_OK
+    except RunInterrupted as interrupted:
+        # What was saved, and how to go on, is said already.
+        return 128 + int(getattr(signal, interrupted.signal_name))
     except UnisonError as error:
         if traceback:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from unison.config.dump import dump_toml
@@ -12,21 +13,26 @@ from unison.config.reference import render_help
 from unison.config.schema import TrainConfig
 from unison.core.errors import ConfigError
 
-MODEL_ALIAS: Final = "--model"
-OWN_FLAGS: Final = (MODEL_ALIAS, "--dry-run", "--help", "--traceback")
+ALIASES: Final = {"--model": "--model.path", "--fork": "--run.fork"}
+OWN_FLAGS: Final = (*ALIASES, "--dry-run", "--help", "--traceback")
 
 USAGE: Final = """\
 usage: unison train CONFIG.toml [MORE.toml ...] [--dry-run] [--section.key VALUE ...]
+       unison train RUN_FOLDER [--section.key VALUE ...]
 
-Trains a model as the configuration says. Files are merged from left to right, then the flags.
+Trains a model as the configuration says. Files are merged from left to right, then the flags. A run whose folder exists
+goes on from its newest checkpoint; Ctrl-C saves one first.
 
   --model NAME  short for --model.path NAME: a model folder, or a short name like smollm2-135m
+  --fork RUN    short for --run.fork RUN: begin from the state of another run, RUN_FOLDER or RUN_FOLDER@STEP
   --dry-run     print the resolved configuration and the batch arithmetic, and start nothing
   --traceback   show where in the code an error comes from
 
 examples:
   unison train config.toml --run.name first --trainer.steps 50
   unison train base.toml mine.toml --rollout.temperature 0.9 --dry-run
+  unison train runs/first --trainer.steps 100
+  unison train config.toml --run.name second --fork runs/first@20
 
 configuration (in a file, --section.key VALUE is key = VALUE under [section]):
 
@@ -42,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     files, flags, dry_run = split_arguments(arguments)
     if not files and not flags:
         raise ConfigError("unison train needs a configuration file, or flags; see unison train --help")
+    files, flags = _of_run_folder(files, flags)
     loaded = load_config(files, flags, other_flags=OWN_FLAGS)
     if dry_run:
         _print_plan(loaded)
@@ -56,7 +63,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], boo
     """Files, configuration flags with their values, and whether it is a dry run.
 
     Files stand anywhere: a word is a file where it does not begin with a dash and no flag before
-    it still waits for its value. ``--model`` becomes ``--model.path``.
+    it still waits for its value. Aliases become the keys they stand for.
     """
     files: list[str] = []
     flags: list[str] = []
@@ -69,7 +76,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], boo
             raise ConfigError("--dry-run takes no value")
         elif word.startswith("--"):
             flag, equals, text = word.partition("=")
-            flags.append(f"{'--model.path' if flag == MODEL_ALIAS else flag}{equals}{text}")
+            flags.append(f"{ALIASES.get(flag, flag)}{equals}{text}")
             waiting = not equals
         elif waiting or word.startswith("-"):
             flags.append(word)
@@ -77,6 +84,21 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], boo
         else:
             files.append(word)
     return files, flags, dry_run
+
+
+def _of_run_folder(files: list[str], flags: list[str]) -> tuple[list[str], list[str]]:
+    """A run's folder among the files stands for its configuration, and for going on in it."""
+    folders = [name for name in files if Path(name).is_dir()]
+    if not folders:
+        return files, flags
+    if len(folders) > 1:
+        raise ConfigError(f"{folders[0]} and {folders[1]} are both folders; a run goes on in one")
+    config = Path(folders[0]) / "config.toml"
+    if not config.is_file():
+        raise ConfigError(
+            f"{folders[0]} is a folder without a config.toml; name a configuration file or a run's folder"
+        )
+    return [str(config) if name == folders[0] else name for name in files], ["--run.dir", folders[0], *flags]
 
 
 def _print_plan(loaded: Loaded[TrainConfig]) -> None:

@@ -26,6 +26,9 @@ NULL: Final = "null"
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 """What an entry of a named table may be called: it becomes part of keys, of metrics and of file names."""
 
+DOTTED_TABLE: Final = "log.tracker_options"
+"""The table whose options have two parts, TRACKER.OPTION; in a file they may be nested or dotted."""
+
 _NAMED_PARTS: Final = 4
 
 _SCALARS: Final[dict[type[inspect.Type], Kind]] = {

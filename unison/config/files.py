@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from unison.config.fields import NAME, find_field, named_tables, sections
+from unison.config.fields import DOTTED_TABLE, NAME, find_field, named_tables, sections
+from unison.config.foreign import find_foreign
 from unison.config.names import did_you_mean, explain_unknown
 from unison.config.values import shown
 from unison.core.errors import ConfigError
@@ -42,6 +43,7 @@ def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[s
     for section, body in document.items():
         if section not in sections():
             name = f"{section}.{next(iter(body))}" if isinstance(body, dict) and body else section
+            name = _foreign_name(section, body) or name
             what = "section" if isinstance(body, dict) and not body else "key"
             hint = did_you_mean(section, sections()) if what == "section" else ""
             reason = f"is unknown{hint}" if hint else explain_unknown(name)
@@ -56,8 +58,29 @@ def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[s
             entries = _entries(name, value, path, text) if name in named_tables() else [(name, value)]
             for inner, inner_value in entries:
                 if find_field(inner) is None:
+                    inner = _foreign_name(inner, inner_value) or inner
                     raise ConfigError(f"{_place(path, text, inner)}: key {inner} {explain_unknown(inner)}")
-                yield inner, inner_value, _place(path, text, inner)
+                yield inner, _dotted(inner, inner_value), _place(path, text, inner)
+
+
+def _foreign_name(name: str, value: Any) -> str | None:
+    """The first dotted name in or under ``name`` that is another system's, such as verl's nested keys."""
+    if find_foreign(name):
+        return name
+    inner = value.items() if isinstance(value, dict) else ()
+    return next((found for key, entry in inner if (found := _foreign_name(f"{name}.{key}", entry))), None)
+
+
+def _dotted(name: str, value: Any) -> Any:
+    """``{wandb: {project: x}}`` as ``{"wandb.project": x}``, in the one table whose options have two parts."""
+    if name != DOTTED_TABLE or not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for key, entry in value.items():
+        found |= (
+            {f"{key}.{option}": inner for option, inner in entry.items()} if isinstance(entry, dict) else {key: entry}
+        )
+    return found
 
 
 def _entries(table: str, body: Any, path: Path, text: str) -> list[tuple[str, Any]]:
@@ -116,7 +139,11 @@ def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
 
 
 def _neighbour(path: Path) -> str:
-    """A hint at a file of a similar name in the same folder."""
+    """A hint at a file of a similar name in the same folder, or at a flag written as other systems write it."""
+    setting, equals, _ = str(path).lstrip("+").partition("=")
+    if equals and (find_foreign(setting) or find_field(setting)):
+        why = "" if find_field(setting) else f"; {setting} {explain_unknown(setting, prefix='--')}"
+        return f"; a setting is given as a flag, --section.key VALUE{why}"
     folder = path.parent
     if not folder.is_dir():
         return f" (nor a folder {folder})"

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from unison.config.checks import check_config
-from unison.config.fields import Field, fields, find_field, known_field
+from unison.config.fields import DOTTED_TABLE, Field, fields, find_field, known_field
 from unison.config.files import flatten, read_toml
 from unison.config.names import explain_unknown
 from unison.config.schema import TrainConfig
@@ -104,7 +104,7 @@ class _Merged:
 
     def all_sources(self) -> dict[str, str]:
         """Set ones and defaults; a table that has entries is described by them alone."""
-        set_fields = {name if find_field(name) else name.rpartition(".")[0] for name in self.sources}
+        set_fields = {name if find_field(name) else _table_of(name) for name in self.sources}
         return {field.path: DEFAULT_SOURCE for field in self._targets() if field.path not in set_fields} | self.sources
 
     def _targets(self) -> list[Field]:
@@ -166,11 +166,17 @@ def _set_from_flag(merged: _Merged, flag: str, text: str, other_flags: Sequence[
 
 def _option_of(name: str) -> tuple[Field, str] | None:
     """The table and entry that ``data.options.max_operand`` names, or None."""
-    head, _, option = name.rpartition(".")
+    head = _table_of(name)
+    option = name[len(head) + 1 :]
     table = find_field(head)
     if table is None or table.kind != "table" or not option:
         return None
     return table, option
+
+
+def _table_of(name: str) -> str:
+    """The table that an option's dotted name begins with."""
+    return DOTTED_TABLE if name.startswith(f"{DOTTED_TABLE}.") else name.rpartition(".")[0]
 
 
 def _unknown_flag(flag: str, other_flags: Sequence[str]) -> str:

@@ -4,102 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 from typing import Final
 
 from unison.config.fields import Field, fields, named_tables, sections
+from unison.config.foreign import COMMON, FOREIGN, Foreign, find_foreign
 
 MOVED: Final[dict[str, str]] = {}
 """Old dotted key -> its present dotted key, so that an old file is told where its key went."""
-
-SYNONYMS: Final[Mapping[str, tuple[str, ...]]] = {
-    "accumulation_tokens": ("trainer.micro_batch_tokens",),
-    "adam_beta1": ("trainer.beta1",),
-    "adam_beta2": ("trainer.beta2",),
-    "adv_estimator": ("algorithm.name",),
-    "answer_key": ("data.label_key",),
-    "batch_size": ("rollout.prompts_per_step", "trainer.micro_batch_tokens"),
-    "beta": ("algorithm.kl_coef",),
-    "betas": ("trainer.beta1", "trainer.beta2"),
-    "block_size": ("engine.page_size",),
-    "checkpoint": ("model.path",),
-    "chunked_prefill_size": ("engine.prefill_chunk",),
-    "clip_eps": ("algorithm.clip_low", "algorithm.clip_high"),
-    "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
-    "cliprange": ("algorithm.clip_low", "algorithm.clip_high"),
-    "dataset": ("data.train", "data.source"),
-    "entropy_chunk": ("trainer.logprob_chunk_tokens",),
-    "eps": ("trainer.adam_epsilon",),
-    "epsilon": ("algorithm.clip_low", "trainer.adam_epsilon"),
-    "epsilon_high": ("algorithm.clip_high",),
-    "epsilon_low": ("algorithm.clip_low",),
-    "eval_every": ("eval.every",),
-    "eval_file": ("data.eval",),
-    "eval_interval": ("eval.every",),
-    "eval_size": ("eval.problems",),
-    "eval_steps": ("eval.every",),
-    "folder": ("run.dir",),
-    "generations": ("rollout.samples_per_prompt",),
-    "grad_clip": ("trainer.max_grad_norm",),
-    "gradient_clipping": ("trainer.max_grad_norm",),
-    "group_size": ("rollout.samples_per_prompt",),
-    "interval": ("eval.every",),
-    "kl_beta": ("algorithm.kl_coef",),
-    "kl_coefficient": ("algorithm.kl_coef",),
-    "kl_loss_coef": ("algorithm.kl_coef",),
-    "kl_weight": ("algorithm.kl_coef",),
-    "lr": ("trainer.learning_rate",),
-    "lr_scheduler": ("trainer.schedule",),
-    "lr_scheduler_type": ("trainer.schedule",),
-    "max_completion_length": ("rollout.max_new_tokens",),
-    "max_grad": ("trainer.max_grad_norm",),
-    "max_length": ("rollout.max_new_tokens", "data.max_prompt_tokens"),
-    "max_norm": ("trainer.max_grad_norm",),
-    "max_num_batched_tokens": ("engine.max_batch_tokens",),
-    "max_num_seqs": ("engine.max_running",),
-    "max_prompt_length": ("data.max_prompt_tokens",),
-    "max_response_length": ("rollout.max_new_tokens",),
-    "max_running_requests": ("engine.max_running",),
-    "max_steps": ("trainer.steps",),
-    "max_tokens": ("rollout.max_new_tokens",),
-    "max_total_tokens": ("engine.kv_tokens",),
-    "micro_batch_size": ("trainer.micro_batch_tokens",),
-    "min_lr": ("trainer.min_learning_rate",),
-    "model": ("model.path",),
-    "model_name": ("model.path",),
-    "model_name_or_path": ("model.path",),
-    "model_path": ("model.path",),
-    "n": ("rollout.samples_per_prompt",),
-    "n_samples": ("rollout.samples_per_prompt", "eval.samples"),
-    "nucleus": ("rollout.top_p",),
-    "num_epochs": ("trainer.steps",),
-    "num_generations": ("rollout.samples_per_prompt",),
-    "num_prompts": ("rollout.prompts_per_step",),
-    "num_samples": ("rollout.samples_per_prompt", "eval.samples"),
-    "num_steps": ("trainer.steps",),
-    "num_threads": ("run.threads",),
-    "out": ("run.dir",),
-    "out_dir": ("run.dir",),
-    "output": ("run.dir",),
-    "output_dir": ("run.dir",),
-    "precision": ("model.dtype",),
-    "prompts": ("rollout.prompts_per_step", "data.train"),
-    "random_seed": ("run.seed",),
-    "reward_fn": ("reward.function",),
-    "rollout_n": ("rollout.samples_per_prompt",),
-    "save_dir": ("run.dir",),
-    "scheduler": ("trainer.schedule",),
-    "temp": ("rollout.temperature", "eval.temperature"),
-    "test_file": ("data.eval",),
-    "torch_dtype": ("model.dtype",),
-    "total_steps": ("trainer.steps",),
-    "train_batch_size": ("rollout.prompts_per_step",),
-    "train_file": ("data.train",),
-    "val_file": ("data.eval",),
-    "validation": ("data.eval",),
-    "warmup": ("trainer.warmup_steps",),
-    "wd": ("trainer.weight_decay",),
-}
-"""What other tools call a key -> our dotted keys. Looked up by last part."""
 
 _MOST_SUGGESTIONS: Final = 3
 _LEAST_PREFIX: Final = 3
@@ -154,6 +67,9 @@ def explain_unknown(path: str, *, prefix: str = "", other_names: Sequence[str] =
     head, rest = _split_option(path)
     if head in MOVED:
         return f"has moved: it is {prefix}{MOVED[head]}{rest} now"
+    foreign = find_foreign(path)
+    if foreign:
+        return f"is unknown; {'; '.join(_called_here(foreign, prefix))}"
     if _takes_options(head):
         return f"is unknown; an option of {head} has one plain name, like {prefix}{head}.name"
     names = other_names if "." not in head else ()
@@ -212,9 +128,35 @@ def _same_key_elsewhere(path: str) -> list[str]:
     return found[:_MOST_SUGGESTIONS]
 
 
+@cache
+def synonyms() -> Mapping[str, tuple[str, ...]]:
+    """Other words for the last part of a key -> our dotted keys: common ones, and the plain names of other systems."""
+    own = {field.key for field in fields().values()}
+    found = dict(COMMON)
+    for entry in FOREIGN:
+        name = entry.normalised
+        if "." not in name and name not in own and name not in COMMON:
+            ours = [key for key in entry.ours if key in fields() and "*" not in key]
+            found[name] = tuple(dict.fromkeys([*found.get(name, ()), *ours]))
+    return MappingProxyType({name: ours for name, ours in found.items() if ours})
+
+
+def _called_here(entries: Sequence[Foreign], prefix: str) -> list[str]:
+    """What a name of other systems is called here, systems that agree in one clause."""
+    systems: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for entry in entries:
+        systems.setdefault((entry.ours, entry.note), []).append(entry.system)
+    clauses: list[str] = []
+    for (ours, note), names in systems.items():
+        keys = join_or([prefix + key.replace(".*.", ".NAME.") for key in ours]) if ours else ""
+        said = f"that is called {keys} here ({', '.join(names)})" if keys else f"{', '.join(names)} has it, we do not"
+        clauses.append(f"{said}: {note}" if note else said)
+    return clauses
+
+
 def _synonyms(path: str) -> list[str]:
     section, _, key = _normalised(path).rpartition(".")
-    known = SYNONYMS.get(key, ())
+    known = synonyms().get(key, ())
     return [name for name in known if name.startswith(f"{section}.")] or list(known)
 
 

@@ -366,6 +366,9 @@ class AlarmConfig(Section, frozen=True, kw_only=True):
         float, Meta(gt=1, description="Mean length over, or under 1 by, this multiple of its beginning.")
     ] = 3.0
     truncated_share: Annotated[float, Meta(gt=0, le=1, description="Share of truncated samples over a window.")] = 0.5
+    unscorable_share: Annotated[
+        float, Meta(gt=0, le=1, description="Share of samples that could not be scored, over a window.")
+    ] = 0.2
     grad_norm_ratio: Annotated[
         float, Meta(gt=1, description="Gradient norm over this multiple of the median of the window before.")
     ] = 10.0

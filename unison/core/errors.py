@@ -32,6 +32,14 @@ class RewardError(UnisonError, ValueError):
     """A reward function that cannot be loaded or returned something unusable."""
 
 
+class SandboxError(UnisonError, RuntimeError):
+    """Untrusted code cannot be isolated here, or the sandbox itself failed; never the fault of the code run in it."""
+
+
+class WorkerError(UnisonError, RuntimeError):
+    """A worker process that cannot be started, or a pool of them that cannot go on."""
+
+
 class ModelError(UnisonError, ValueError):
     """A model folder or architecture that cannot be loaded."""
 
@@ -79,6 +87,22 @@ class EngineStateError(UnisonError, RuntimeError):
 
 class CheckpointError(UnisonError, RuntimeError):
     """A checkpoint that cannot be written, or none that can be read; names the file and what is wrong with it."""
+
+
+class RunInterrupted(UnisonError):
+    """A signal asked the run to stop; it does so at a place from which it can go on."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(f"interrupted by {signal_name}")
+        self.signal_name = signal_name
+
+
+class RolloutInterrupted(UnisonError):
+    """A request that ended because the run stops; ``output`` is what it had come to, if it had begun."""
+
+    def __init__(self, output: GenerationOutput | None = None) -> None:
+        super().__init__("the rollout was interrupted")
+        self.output = output
 
 
 class FaultError(UnisonError, RuntimeError):

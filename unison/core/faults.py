@@ -53,6 +53,13 @@ FAULT_POINTS: Final[dict[str, str]] = {
     "checkpoint.after_delete": "it is gone",
     "checkpoint.before_sweep": "before something left by a dead save is removed",
     "checkpoint.after_sweep": "it is removed",
+    "loop.sample": "a sample of the rollout has ended",
+    "loop.scored": "samples are scored",
+    "loop.micro_batch": "a micro-batch of the training step is done",
+    "loop.updated": "the weights are those of the next step, of which nothing is written",
+    "loop.samples_written": "the step's samples are kept, its ledger entry is not",
+    "loop.recorded": "the step is in the ledger, not yet logged",
+    "loop.concluded": "the step is logged, and a save has begun if it was due",
 }
 """Every fault point there is -> the moment it stands for. A point is added here before it is used."""
 

@@ -43,9 +43,9 @@ _ROLLOUT: Final = (
     _metric(
         "rollout/logp_diff_mean",
         "nats",
-        "Mean of the same difference over all sampled tokens.",
+        "Mean absolute difference between the log-probs of rollout and training, over all sampled tokens.",
         "exactly 0 with exact numerics; below about 0.01 with fast ones",
-        "as for rollout/logp_diff_max",
+        "run `unison check exactness --model ...`; with fast numerics compare dtypes and kernels of the two sides",
     ),
     _metric(
         "rollout/length_mean",
@@ -54,11 +54,17 @@ _ROLLOUT: Final = (
         "steady, or moving with the reward",
         "growing without reward: check the stop strings and lower rollout.max_new_tokens",
     ),
-    _metric("rollout/length_min", "tokens", "Shortest response.", "above 0", "0: a stop ends responses at once"),
+    _metric(
+        "rollout/length_min",
+        "tokens",
+        "Length of the step's shortest response, the end token included.",
+        "above 1",
+        "1: the model ends at once; look at the prompt's form and at rollout.stop",
+    ),
     _metric(
         "rollout/length_max",
         "tokens",
-        "Longest response.",
+        "Length of the step's longest response.",
         "below rollout.max_new_tokens",
         "at the limit: see rollout/truncated_share",
     ),
@@ -68,6 +74,13 @@ _ROLLOUT: Final = (
         "Share of responses that ended by length instead of a stop.",
         "below 0.1",
         "raise rollout.max_new_tokens, or give a stop string; algorithm.truncated says how they are trained",
+    ),
+    _metric(
+        "rollout/filtered_groups",
+        "groups",
+        "Groups of the step that rollout.filter discarded, after all refills.",
+        "0, or steady",
+        "rising: prompts have become too easy or too hard; raise rollout.refill or change the data",
     ),
     _metric(
         "rollout/unscorable",
@@ -83,7 +96,13 @@ _ROLLOUT: Final = (
         "0",
         "see the run's messages for what ended them",
     ),
-    _metric("rollout/samples", "samples", "Samples drawn in the step.", "as configured", _NO_ADVICE),
+    _metric(
+        "rollout/samples",
+        "samples",
+        "Samples drawn in the step.",
+        "prompts times samples per prompt",
+        "fewer: prompts ran out or groups were filtered out",
+    ),
     _metric("rollout/tokens", "tokens", "Tokens sampled in the step.", "steady", _NO_ADVICE),
     _metric(
         "rollout/tokens_per_s",
@@ -111,7 +130,42 @@ _ROLLOUT: Final = (
         "s",
         "Time of the reward function for the step's samples.",
         "far below rollout/seconds",
-        "make the reward function cheaper",
+        "make the reward function cheaper, or raise reward.workers",
+    ),
+    _metric(
+        "reward/timeouts",
+        "calls",
+        "Calls of reward functions that ran past their deadline, those of whole batches included.",
+        "0",
+        "see `error` in rollouts.jsonl; raise reward.timeout_s, or mend the function",
+    ),
+    _metric(
+        "reward/crashes",
+        "calls",
+        "Calls whose grader process ran out of memory or died.",
+        "0",
+        "see `error` in rollouts.jsonl; raise reward.memory_mb, or mend the function",
+    ),
+    _metric(
+        "reward/workers_restarted",
+        "processes",
+        "Grader processes replaced after a timeout or a crash.",
+        "0",
+        "as for reward/timeouts and reward/crashes",
+    ),
+    _metric(
+        "reward/part/<name>/mean",
+        "reward",
+        "Mean of one part of the reward, before its weight, over the samples it has an opinion of.",
+        "rises for the parts that matter",
+        "one part rises and the others fall: change the weights",
+    ),
+    _metric(
+        "reward/part/<name>/std",
+        "reward",
+        "Standard deviation of that part over the same samples.",
+        "above 0",
+        "0: the part tells no sample from another; leave it out, or make it finer",
     ),
 )
 
@@ -147,7 +201,7 @@ _TRAIN: Final = (
     _metric(
         "train/ratio_max",
         "ratio",
-        "Largest such ratio.",
+        "Largest ratio of a token's probability in training to that in rollout.",
         "exactly 1 with one update for each rollout and exact numerics",
         "see rollout/logp_diff_max",
     ),
@@ -170,7 +224,13 @@ _TRAIN: Final = (
     _metric(
         "train/trained_tokens", "tokens", "Tokens with a loss weight: the loss's denominator.", "steady", _NO_ADVICE
     ),
-    _metric("train/forward_seconds", "s", "Time of the forward passes, reference included.", "steady", _NO_ADVICE),
+    _metric(
+        "train/forward_seconds",
+        "s",
+        "Time of the forward passes, reference included.",
+        "about half of backward",
+        _NO_ADVICE,
+    ),
     _metric("train/backward_seconds", "s", "Time of the backward passes.", "steady", _NO_ADVICE),
     _metric("train/optimizer_seconds", "s", "Time of clipping, update and cast.", "steady", _NO_ADVICE),
     _metric(
@@ -180,7 +240,13 @@ _TRAIN: Final = (
         "steady",
         "raise trainer.micro_batch_tokens if memory allows",
     ),
-    _metric("train/seconds", "s", "Time of forward, backward and update.", "steady", "see train/tokens_per_s"),
+    _metric(
+        "train/seconds",
+        "s",
+        "Time of forward, backward and update.",
+        "steady",
+        "growing with equal lengths: see train/tokens_per_s",
+    ),
     _metric(
         "train/micro_batches",
         "micro-batches",
@@ -197,7 +263,7 @@ _SYSTEM: Final = (
         "s",
         "Time of the weight update from trainer to engine.",
         "far below step/seconds",
-        "memory is short: see memory/peak_bytes",
+        "growing: memory is short, see memory/peak_bytes",
     ),
     _metric("step/seconds", "s", "Time of the whole step, evaluation not included.", "steady", _NO_ADVICE),
     _metric(
@@ -214,7 +280,13 @@ _SYSTEM: Final = (
         "flat after the first steps",
         "lower engine.kv_tokens, trainer.micro_batch_tokens or trainer.logprob_chunk_tokens",
     ),
-    _metric("data/epoch", "epochs", "Times the training prompts have been gone through.", "-", _NO_ADVICE),
+    _metric(
+        "data/epoch",
+        "epochs",
+        "Times the training prompts have been gone through.",
+        "below about 10",
+        "higher: the prompts may be learnt by heart; compare eval/accuracy, and use more of them",
+    ),
     _metric(
         "data/skipped",
         "prompts",
@@ -222,9 +294,18 @@ _SYSTEM: Final = (
         "0",
         "mend the rows named in the messages, or raise data.max_prompt_tokens",
     ),
+    _metric(
+        "alarms/active",
+        "alarms",
+        "Alarms that stand after the step; which ones stands in alarms.jsonl.",
+        "0",
+        "read the last lines of alarms.jsonl, the most urgent first",
+    ),
 )
 
-_CONFIDENCE: Final = "interval at level eval.confidence; it narrows with eval.problems"
+_CONFIDENCE: Final = "interval, at level eval.confidence,"
+_CI_HEALTHY: Final = "within about 0.05 of the accuracy"
+_CI_ADVICE: Final = "further away: raise eval.problems before reading anything into a difference"
 
 _EVAL: Final = (
     _metric(
@@ -234,8 +315,20 @@ _EVAL: Final = (
         "rises with rollout/reward_mean",
         "rollout rises and this does not: the training prompts are learnt by heart; use more of them",
     ),
-    _metric("eval/accuracy_ci_low", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "widen eval.problems"),
-    _metric("eval/accuracy_ci_high", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as the lower end"),
+    _metric(
+        "eval/accuracy_ci_low",
+        "share",
+        f"Lower end of the confidence {_CONFIDENCE} of eval/accuracy.",
+        _CI_HEALTHY,
+        _CI_ADVICE,
+    ),
+    _metric(
+        "eval/accuracy_ci_high",
+        "share",
+        f"Upper end of the confidence {_CONFIDENCE} of eval/accuracy.",
+        _CI_HEALTHY,
+        _CI_ADVICE,
+    ),
     _metric(
         "eval/accuracy_greedy",
         "share",
@@ -243,8 +336,20 @@ _EVAL: Final = (
         "at or above eval/accuracy",
         "far below eval/accuracy: look at the greedy responses for loops",
     ),
-    _metric("eval/accuracy_greedy_ci_low", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "as above"),
-    _metric("eval/accuracy_greedy_ci_high", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric(
+        "eval/accuracy_greedy_ci_low",
+        "share",
+        f"Lower end of the confidence {_CONFIDENCE} of eval/accuracy_greedy.",
+        _CI_HEALTHY,
+        _CI_ADVICE,
+    ),
+    _metric(
+        "eval/accuracy_greedy_ci_high",
+        "share",
+        f"Upper end of the confidence {_CONFIDENCE} of eval/accuracy_greedy.",
+        _CI_HEALTHY,
+        _CI_ADVICE,
+    ),
     _metric(
         "eval/length_mean",
         "tokens",
@@ -255,7 +360,7 @@ _EVAL: Final = (
     _metric(
         "eval/truncated_share",
         "share",
-        "Share of its responses that ended by length.",
+        "Share of the sampled evaluation's responses that ended by length.",
         "near rollout/truncated_share",
         "see rollout/truncated_share",
     ),

@@ -19,6 +19,9 @@ _NAME: Final = re.compile(rf"{_WORD}(/(?:{_WORD}|<{_WORD}>))+")
 _USERS_NAME: Final = r"[A-Za-z0-9_-]{1,64}"
 
 
+METRICS_PAGE: Final = "docs/metrics.md"
+
+
 class MetricError(UnisonError, ValueError):
     """A metric that is not registered, or is registered wrongly."""
 
@@ -91,6 +94,11 @@ class MetricRegistry:
         return iter(self._metrics.values())
 
 
+def anchor(name: str) -> str:
+    """The anchor of a metric in the page: ``train/grad_norm`` -> ``train-grad_norm``."""
+    return name.replace("/", "-")
+
+
 def render_page(registry: MetricRegistry) -> str:
     """The text of ``docs/metrics.md``."""
     groups: dict[str, list[Metric]] = {}
@@ -98,13 +106,16 @@ def render_page(registry: MetricRegistry) -> str:
         groups.setdefault(metric.name.partition("/")[0], []).append(metric)
     blocks = [_INTRODUCTION]
     for group, metrics in groups.items():
-        rows = [
-            f"| `{m.name}` | {_cell(m.description)} | {_cell(m.unit)} | {_cell(m.healthy)} | {_cell(m.advice)} |"
-            for m in metrics
-        ]
+        rows = [_row(metric) for metric in metrics]
         head = ["| metric | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]
         blocks.append("\n".join([f"## {group}", "", *head, *rows, ""]))
     return "\n".join(blocks)
+
+
+def _row(metric: Metric) -> str:
+    name = f'<a id="{anchor(metric.name)}"></a>`{metric.name}`'
+    cells = (metric.description, metric.unit, metric.healthy, metric.advice)
+    return f"| {' | '.join([name, *map(_cell, cells)])} |"
 
 
 def _cell(text: str) -> str:
@@ -118,5 +129,7 @@ _INTRODUCTION: Final = """\
 
 `metrics.jsonl` in the run folder holds one JSON object a step: `step` and the metrics below by name. Names are
 stable. A value that is not finite is written as `null` and its name is listed under `non_finite`. A metric that does
-not apply to a step (an evaluation that was not due) is left out. A name in angle brackets stands for one of yours.
+not apply to a step (an evaluation that was not due) is left out. A name in angle brackets stands for one of yours. Each
+metric has an anchor, its name with a dash for the slash: `docs/metrics.md#train-entropy`. Alarms link to it; what they
+watch and when they speak stands in [trackers.md](trackers.md#alarms).
 """

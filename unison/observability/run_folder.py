@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from unison.core.errors import ConfigError
+from unison.core.errors import CheckpointError, ConfigError
 from unison.core.records import Sample
 from unison.observability.environment import describe_environment
 from unison.observability.jsonl import JsonLines
+from unison.observability.run_files import LOCK, append_line, keep_steps, write_whole
 from unison.observability.warn import Warn, warn_on_stderr
 
 _MARKS: Final = ("config.toml", "metrics.jsonl")
@@ -67,10 +68,16 @@ class RunFolder:
             ) from None
         return run
 
+    @classmethod
+    def reopen(cls, path: Path, *, warn: Warn = warn_on_stderr) -> RunFolder:
+        """The folder of a run that is to be continued."""
+        return cls(path, warn=warn)
+
     def discard_unless_begun(self) -> None:
         """Remove the folder's files where no step was ever logged: a run that did not begin keeps no name taken."""
         self.close()
-        own = {"config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl"}
+        own = {"config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", LOCK}
+        own |= {"alarms.jsonl", "trackers.json"}
         begun = self.metrics.exists() and self.metrics.stat().st_size > 0
         # A batch that was dumped is worth its configuration.
         if begun or {path.name for path in self.path.iterdir()} - own:
@@ -97,6 +104,10 @@ class RunFolder:
         return self.path / "rollouts.jsonl"
 
     @property
+    def alarms(self) -> Path:
+        return self.path / "alarms.jsonl"
+
+    @property
     def plot(self) -> Path:
         return self.path / "plot.png"
 
@@ -107,6 +118,79 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures"
+
+    def samples(self, step: int) -> Path:
+        """Where the whole samples of a step lie."""
+        return self.path / "samples" / f"step-{step:06d}.msgpack"
+
+    def write_samples(self, step: int, data: bytes) -> str | None:
+        """Keep a step's samples; their SHA-256, or None, with a warning, where they cannot be written."""
+        path = self.samples(step)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, data)
+        except OSError as error:
+            self._warn(f"cannot write {path}: {error.strerror}; step {step} cannot be replayed")
+            return None
+        return hashlib.sha256(data).hexdigest()
+
+    def append_ledger(self, line: bytes) -> None:
+        """One step's entry. Raises CheckpointError where it cannot be written: a run must not go on unaccounted."""
+        try:
+            append_line(self.ledger, line)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write the ledger {self.ledger}: {error.strerror}; make room, and start the run again"
+            ) from error
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Note what happened to the run as a whole: begun, continued, interrupted, finished."""
+        moment = datetime.now().astimezone().isoformat(timespec="seconds")
+        line = json.dumps(plain({"event": kind, "time": moment, **facts}), ensure_ascii=False)
+        try:
+            append_line(self.events, line.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            self._warn(f"cannot write {self.events}: {error.strerror}")
+
+    def rewind(self, step: int, logged_step: int) -> int:
+        """Take back what was written of steps after ``step``, and logged after ``logged_step``; the lines dropped.
+
+        They will be written again: a run continues from its last checkpoint, not from its last line.
+        """
+        self.close()
+        self._rollouts = None
+        num_dropped = sum(keep_steps(path, step) for path in (self.ledger, self.rollouts))
+        num_dropped += sum(keep_steps(path, logged_step) for path in (self.metrics, self.alarms))
+        for folder in ("samples", "evaluations"):
+            for path in (self.path / folder).glob("step-*"):
+                number = path.name.removeprefix("step-").split(".")[0]
+                if number.isdigit() and int(number) > step:
+                    path.unlink(missing_ok=True)
+        for path in (self.summary, self.plot):
+            path.unlink(missing_ok=True)
+        return num_dropped
+
+    def replace_config(self, config_toml: str, step: int) -> None:
+        """From ``step`` on the run has another configuration; the one before is kept beside it."""
+        text = self.config.read_text(encoding="utf-8")
+        self._write_text(f"config-until-step-{step}.toml", text)
+        self._write_text("config.toml", config_toml)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json whole; floats that are not finite become null."""
@@ -141,16 +225,28 @@ class RunFolder:
 
     def _write_text(self, name: str, text: str) -> None:
         """Replace the file in one move, so that no reader meets half of it."""
-        part = self.path / f".{name}.part"
-        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-        os.replace(part, self.path / name)
+        write_whole(self.path / name, text.encode("utf-8", "backslashreplace"))
+
+
+def holds_run(path: str | Path) -> bool:
+    """Whether a run can be continued there. Raises ConfigError for a file, and for what is no run of ours."""
+    folder = Path(path)
+    _check_folder(folder)
+    if (folder / "config.toml").exists():
+        return True
+    check_unused(folder)
+    return False
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"the run folder {folder} is a file; choose another with --run.dir DIR")
 
 
 def check_unused(path: str | Path) -> None:
     """Raise ConfigError where the folder holds a run already, or is no folder."""
     folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"the run folder {folder} is a file; choose another with --run.dir DIR")
+    _check_folder(folder)
     for name in _MARKS:
         if (folder / name).exists():
             raise ConfigError(_used(folder, name))
@@ -225,6 +321,13 @@ Started {started} by
 | file | what it is |
 |---|---|
 | `config.toml` | the resolved configuration; `unison train config.toml --run.dir OTHER` runs it again |
+| `checkpoints/` | states the run can continue from: `unison train` with this folder as its argument |
+| `ledger.jsonl` | one JSON object a step: what became of every prompt drawn, and digests of samples and weights |
+| `samples/` | the whole samples of each step, for `unison replay` and `unison samples` |
+| `events.jsonl` | when the run was begun, continued, interrupted and finished, and what was passed over |
+| `alarms.jsonl` | what looked wrong, and when |
+| `trackers.json` | the run's id in each tracker, so that a continued run goes on in the same one |
+| `evaluations/` | the evaluations in full, with the scores of every problem |
 | `environment.json` | machine, library versions, threads, code version and numerics path of the run |
 | `metrics.jsonl` | one JSON object a step: `step` and the metrics by name; all names are explained in docs/metrics.md |
 | `rollouts.jsonl` | some samples of each step, one JSON object a sample; see below |

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from unison.config.names import did_you_mean
+from unison.config.plugins import load_object
 from unison.core.errors import UnisonError
 
 T = TypeVar("T")
+
+__all__ = ["Registry", "load_object"]
 
 
 class Registry(Generic[T]):
@@ -21,27 +21,28 @@ class Registry(Generic[T]):
         self._kind = kind
         self._error = error
         self._paths = dict(builtin or {})
-        self._parts: dict[str, T] = {}
+        self.parts: dict[str, T] = {}
+        """Those registered in this process, beside the built-in ones."""
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that makes a part known under ``name``. Raises the registry's error if it is taken."""
 
         def decorate(part: T) -> T:
-            if name in self._parts or name in self._paths:
+            if name in self.parts or name in self._paths:
                 raise self._error(f"the {self._kind} {name!r} is registered already; choose another name")
-            self._parts[name] = part
+            self.parts[name] = part
             return part
 
         return decorate
 
     @property
     def names(self) -> list[str]:
-        return sorted({*self._parts, *self._paths})
+        return sorted({*self.parts, *self._paths})
 
     def find(self, name: str) -> T:
         """The part called ``name``, or the object at ``module:object``. Raises the registry's error."""
-        if name in self._parts:
-            return self._parts[name]
+        if name in self.parts:
+            return self.parts[name]
         if name in self._paths or ":" in name:
             part: T = load_object(self._paths.get(name, name), kind=self._kind, error=self._error)
             return part
@@ -49,32 +50,3 @@ class Registry(Generic[T]):
             f"the {self._kind} {name!r} is unknown{did_you_mean(name, self.names)}"
             f" (known: {', '.join(self.names)}; your own is named module:object)"
         )
-
-
-def load_object(path: str, *, kind: str, error: type[UnisonError]) -> Any:
-    """The object at ``module:object`` (dots allowed on both sides).
-
-    Modules of the current directory are found, after installed ones of the same name. Raises
-    ``error`` naming module and cause where the import fails, whatever the module raised.
-    """
-    module_name, _, object_name = path.partition(":")
-    if not module_name or not object_name:
-        raise error(f"the {kind} {path!r} is no module:object path")
-    directory = os.getcwd()
-    if directory not in sys.path:
-        # At the end, so that a file of the user's never shadows an installed module.
-        sys.path.append(directory)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as cause:
-        raise error(
-            f"the {kind} {path!r} cannot be loaded: importing {module_name} failed: {type(cause).__name__}: {cause}"
-            f" (looked in {directory} and the installed packages)"
-        ) from cause
-    origin = getattr(found, "__file__", None) or module_name
-    for name in object_name.split("."):
-        if not hasattr(found, name):
-            known = [known for known in dir(found) if not known.startswith("_")]
-            raise error(f"the {kind} {path!r} cannot be loaded: {origin} has no {name!r}{did_you_mean(name, known)}")
-        found = getattr(found, name)
-    return found

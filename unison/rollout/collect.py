@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unison.core.errors import DataError
+from unison.core.errors import DataError, RolloutInterrupted
 from unison.core.protocols import EngineClient
 from unison.core.records import (
     FinishReason,
@@ -41,6 +41,10 @@ class PromptTask:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
+RolloutFunction = Callable[[EngineClient, PromptTask, SamplingParams, Sample], Awaitable[Sequence[Sample] | None]]
+"""Brings one sample about: see ``unison.rollout.functions``."""
+
+
 async def collect(
     client: EngineClient,
     tasks: Sequence[PromptTask],
@@ -48,32 +52,112 @@ async def collect(
     *,
     run_seed: int,
     on_sample: Callable[[Sample], None] | None = None,
+    earlier: Sequence[Sample] = (),
+    function: RolloutFunction | None = None,
 ) -> list[Sample]:
     """``sampling.n`` samples of each task, in the order of tasks and copies; all share one group per task.
 
     Copy k of a task draws from (run seed, key, k) and nothing else: the same samples come out
     whatever else runs, on one engine or many. ``on_sample`` is called as each one ends. The first error,
     of a request or of ``on_sample``, cancels the other requests and is raised as it is.
-    """
 
-    async def draw(task: PromptTask, copy: int) -> Sample:
+    ``earlier`` are samples of an interrupted call with the same arguments: finished ones are taken as they are, begun
+    ones go on after their last token. Where the client itself is interrupted (RolloutInterrupted), the samples it did
+    not finish are returned as pending, with what they had come to. ``function`` brings a sample about in place of a
+    single answer; one that was interrupted begins anew.
+    """
+    known: dict[str, list[Sample]] = {}
+    for sample in earlier:
+        known.setdefault(sample.trajectory_id, []).append(sample)
+
+    async def draw(task: PromptTask, copy: int) -> list[Sample]:
         sample = _new_sample(task, copy, sampling, run_seed)
-        request = GenerationRequest(
-            request_id=sample.sample_id, prompt_ids=task.token_ids, sampling=replace(sampling, n=1, seed=sample.seed)
-        )
-        complete_sample(sample, await client.generate(request))
+        found = known.get(sample.sample_id, [])
+        if found and all(one.status is not SampleStatus.PENDING for one in found):
+            drawn = found
+        elif function is None:
+            drawn = [await _single_answer(client, sample, sampling, found[0] if found else None)]
+        else:
+            drawn = await _by_function(client, function, task, sampling, sample)
         if on_sample is not None:
-            on_sample(sample)
-        return sample
+            for one in drawn:
+                on_sample(one)
+        return drawn
 
     _check_keys(tasks)
     try:
         async with asyncio.TaskGroup() as group:
-            drawn = [group.create_task(draw(task, k)) for task in tasks for k in range(sampling.n)]
+            running = [group.create_task(draw(task, k)) for task in tasks for k in range(sampling.n)]
     except BaseExceptionGroup as errors:
         # Whoever awaits a rollout wants the typed error; a traceback still shows all of them.
         raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
-    return [task.result() for task in drawn]
+    return [sample for task in running for sample in task.result()]
+
+
+def tasks_of(samples: Sequence[Sample]) -> list[PromptTask]:
+    """The tasks that these samples were drawn for, in order."""
+    found: dict[str, PromptTask] = {}
+    for sample in samples:
+        prompt = tuple(sample.token_ids[: sample.prompt_length])
+        found.setdefault(sample.group_id, PromptTask(sample.group_id, prompt, dict(sample.metadata)))
+    return list(found.values())
+
+
+async def _single_answer(
+    client: EngineClient, sample: Sample, sampling: SamplingParams, earlier: Sample | None
+) -> Sample:
+    request = GenerationRequest(
+        request_id=sample.sample_id,
+        prompt_ids=tuple(sample.token_ids),
+        output_ids=() if earlier is None else tuple(earlier.response_ids),
+        sampling=replace(sampling, n=1, seed=sample.seed),
+    )
+    try:
+        complete_sample(sample, await client.generate(request), earlier)
+    except RolloutInterrupted as interrupted:
+        if interrupted.output is not None:
+            complete_sample(sample, interrupted.output, earlier)
+        elif earlier is not None:
+            return earlier
+        sample.status, sample.finish_reason = SampleStatus.PENDING, None
+    return sample
+
+
+async def _by_function(
+    client: EngineClient, function: RolloutFunction, task: PromptTask, sampling: SamplingParams, sample: Sample
+) -> list[Sample]:
+    fresh = replace(
+        sample,
+        token_ids=list(sample.token_ids),
+        provenance=list(sample.provenance),
+        logprobs=list(sample.logprobs),
+        weight_versions=list(sample.weight_versions),
+        turns=list(sample.turns),
+    )
+    try:
+        returned = await function(client, task, replace(sampling, n=1, seed=sample.seed), sample)
+    except RolloutInterrupted:
+        return [fresh]
+    drawn = [sample] if returned is None else list(returned)
+    for one in drawn:
+        _check_drawn(one, fresh)
+    return drawn
+
+
+def _check_drawn(sample: Sample, begun: Sample) -> None:
+    """What a rollout function brings back must belong where it was asked for, and be whole."""
+    if (sample.group_id, sample.trajectory_id) != (begun.group_id, begun.trajectory_id):
+        raise DataError(
+            f"the rollout function returned sample {sample.sample_id!r} of group {sample.group_id!r} and trajectory "
+            f"{sample.trajectory_id!r} for {begun.sample_id!r}; keep group_id and trajectory_id as they were given"
+        )
+    if sample.status is SampleStatus.PENDING:
+        raise DataError(
+            f"the rollout function left sample {sample.sample_id!r} pending; end it with complete_sample, or set its "
+            "status and finish_reason"
+        )
+    if sample.token_ids[: begun.prompt_length] != begun.token_ids:
+        raise DataError(f"the rollout function changed the prompt of sample {sample.sample_id!r}; only append to it")
 
 
 def _check_keys(tasks: Sequence[PromptTask]) -> None:
@@ -87,6 +171,7 @@ def _check_keys(tasks: Sequence[PromptTask]) -> None:
 def _new_sample(task: PromptTask, copy: int, sampling: SamplingParams, run_seed: int) -> Sample:
     name = f"{task.key}/{copy}"
     seed = copy_seed(derive_seed(run_seed, task.key), copy)
+    metadata: Mapping[str, Any] = task.metadata
     sample = Sample(
         sample_id=name,
         group_id=task.key,
@@ -94,15 +179,24 @@ def _new_sample(task: PromptTask, copy: int, sampling: SamplingParams, run_seed:
         sampling=replace(sampling, n=1, seed=seed),
         seed=seed,
         prompt_length=len(task.token_ids),
-        metadata=task.metadata,
+        metadata=metadata,
     )
     sample.append_world(task.token_ids, role="prompt")
     return sample
 
 
-def complete_sample(sample: Sample, output: GenerationOutput) -> None:
-    """Take an engine's answer into the sample: ids, log-probs and versions as they are, text for people."""
-    sample.append_sampled(output.token_ids, output.logprobs, expand_runs(output.weight_versions))
+def complete_sample(sample: Sample, output: GenerationOutput, earlier: Sample | None = None) -> None:
+    """Take an engine's answer into the sample: ids, log-probs and versions as they are, text for people.
+
+    ``earlier`` is the begun sample whose response ``output`` continues: one response comes of the two.
+    """
+    ids, logprobs, versions = output.token_ids, output.logprobs, expand_runs(output.weight_versions)
+    if earlier is not None:
+        start = earlier.prompt_length
+        ids = earlier.token_ids[start:] + ids
+        logprobs = earlier.logprobs[start:] + logprobs
+        versions = earlier.weight_versions[start:] + versions
+    sample.append_sampled(ids, logprobs, versions)
     sample.kv_versions = list(output.kv_versions)
     sample.text = output.text + output.held_text
     sample.status = STATUS_OF[output.finish_reason]

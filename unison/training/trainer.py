@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from unison.algorithms.aggregation import token_sum
 from unison.algorithms.kl import kl_estimate
 from unison.algorithms.policy_loss import clipped_policy_loss
 from unison.config.schema import AlgorithmConfig, TrainerConfig
-from unison.core.errors import NonFiniteError
+from unison.core.errors import CheckpointError, NonFiniteError
 from unison.models.decoder import Decoder
 from unison.models.names import published_tensors
 from unison.ops.padding import NumericsPath
@@ -25,6 +26,9 @@ from unison.training.masters import MasterWeights
 from unison.training.rows import TrainingRow, loss_denominator
 from unison.training.schedule import learning_rate
 from unison.training.totals import StepTotals
+
+MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps for each parameter."""
 
 
 class Trainer:
@@ -61,13 +65,20 @@ class Trainer:
         self._dump_dir = dump_dir
         self._optimizer = _adamw(self.masters, config)
 
-    def step(self, rows: Sequence[TrainingRow], on_progress: Callable[[int, int], None] | None = None) -> StepTotals:
+    def step(
+        self,
+        rows: Sequence[TrainingRow],
+        on_progress: Callable[[int, int], None] | None = None,
+        before_update: Callable[[], None] | None = None,
+    ) -> StepTotals:
         """Forward and backward over all micro-batches, then one update.
 
         Rows are the whole global batch: every token's loss is divided by the batch's own number of
         trained tokens, so the gradient does not depend on how it is cut. Where no token is trained,
         nothing moves and ``totals.updated`` is False. ``on_progress`` hears (micro-batches done, of how
-        many). Raises NonFiniteError before any update.
+        many); what it raises ends the step with every weight as it was. ``before_update`` is called right before
+        weights and moments change: whoever still reads them copies them there. Raises NonFiniteError before any
+        update.
         """
         totals = StepTotals(learning_rate=self._learning_rate())
         denominator = loss_denominator(rows)
@@ -80,8 +91,37 @@ class Trainer:
             if on_progress is not None:
                 on_progress(done, len(cut))
         totals.grad_norm = self._checked_norm(rows)
+        if before_update is not None:
+            before_update()
         self._update(totals, rows)
         return totals
+
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What training goes on from, live: ``weights`` (float32 masters) and ``optimizer`` (AdamW's moments).
+
+        The optimizer's are named ``exp_avg.PARAMETER`` and so on; there are none before its first step.
+        """
+        moments = {
+            f"{key}.{name}": value
+            for name, parameter in self.masters.parameters.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        return {"weights": self.published_masters(), "optimizer": moments}
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], num_steps: int) -> None:
+        """Go on from ``state_tensors`` and the optimizer steps done. Raises CheckpointError where they do not fit."""
+        _check_names(tensors, self.masters.parameters, num_steps)
+        with torch.no_grad():
+            for name, parameter in self.masters.parameters.items():
+                _copy(parameter, tensors["weights"][name], name)
+        for name, parameter in self.masters.parameters.items():
+            self._optimizer.state.pop(parameter, None)
+            if num_steps > 0:
+                self._optimizer.state[parameter] = {
+                    key: _moment(parameter, tensors["optimizer"][f"{key}.{name}"], key, name) for key in MOMENTS
+                }
+        self.masters.publish()
+        self.num_steps = num_steps
 
     def published(self) -> dict[str, Tensor]:
         """The policy in compute dtype under its published names: what the engine is given."""
@@ -179,6 +219,32 @@ class Trainer:
             except OSError as error:
                 where = f"; the batch could not be written to {self._dump_dir}: {error.strerror}"
         return NonFiniteError(f"{what} in optimizer step {self.num_steps + 1}; {state}{where}")
+
+
+def _check_names(tensors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor], num_steps: int) -> None:
+    moments = [f"{key}.{name}" for name in parameters for key in MOMENTS] if num_steps > 0 else []
+    for group, names in (("weights", list(parameters)), ("optimizer", moments)):
+        held = tensors.get(group, {})
+        wrong = sorted(set(names) ^ set(held))
+        if wrong:
+            raise CheckpointError(
+                f"the saved {group} do not fit this model: {wrong[0]!r} is "
+                f"{'missing' if wrong[0] in names else 'not one of it'} ({len(wrong)} names differ)"
+            )
+
+
+def _copy(target: Tensor, saved: Tensor, name: str) -> None:
+    if target.shape != saved.shape or target.dtype != saved.dtype:
+        raise CheckpointError(
+            f"the saved {name!r} is {saved.dtype} {list(saved.shape)}, this model's {target.dtype} {list(target.shape)}"
+        )
+    target.copy_(saved)
+
+
+def _moment(parameter: Tensor, saved: Tensor, key: str, name: str) -> Tensor:
+    moment = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
+    _copy(moment, saved, f"{key}.{name}")
+    return moment
 
 
 def _adamw(masters: MasterWeights, config: TrainerConfig) -> torch.optim.AdamW:

@@ -1,0 +1,56 @@
+"""Weights & Biases. Online unless WANDB_MODE or ``wandb.mode`` says otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from unison.core.protocols import MetricSink
+from unison.observability.trackers.base import Memory, TrackerRun
+
+SETTINGS: Final = {
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "silent": True,
+}
+"""Metrics and configuration are sent and nothing else: no command line, no code, no list of packages."""
+
+
+class WandbSink:
+    """Logs by step. W&B cannot take a step back, so one that it had before a resume is not sent again."""
+
+    def __init__(self, run: Any, memory: Memory) -> None:
+        self._run = run
+        self._memory = memory
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._memory.is_new(step):
+            self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_wandb(run: TrackerRun) -> MetricSink:
+    """Begin a W&B run, or go on in the one whose id is kept in the run folder."""
+    # Reports of W&B's own errors go to another server than the one that was chosen.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    wandb = importlib.import_module("wandb")
+    options = dict(run.options)
+    started = wandb.init(
+        project=options.pop("project", "unison"),
+        dir=options.pop("dir", str(run.folder)),
+        name=run.name,
+        id=run.memory.run_id(begins=run.resume_step is None),
+        resume="never" if run.resume_step is None else "allow",
+        config=dict(run.config),
+        settings=wandb.Settings(**SETTINGS),
+        **options,
+    )
+    return WandbSink(started, run.memory)

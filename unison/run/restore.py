@@ -1,0 +1,205 @@
+"""Where a run begins: with the model it is given, at its own last checkpoint, or at a step of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unison.assembly import Parts
+from unison.checkpoint.find import find
+from unison.checkpoint.load import Loaded, load, load_newest
+from unison.checkpoint.run_state import (
+    PENDING_FILE,
+    RANDOM_FILE,
+    STATE_FILE,
+    RunState,
+    decode_state,
+    restore_random_states,
+)
+from unison.config.changes import check_changes, describe
+from unison.config.dump import diff_configs
+from unison.config.load import load_config
+from unison.config.schema import TrainConfig
+from unison.core.errors import CheckpointError, ConfigError, DataError
+from unison.core.records import Sample
+from unison.core.wire import decode_samples
+from unison.observability.run_folder import RunFolder
+from unison.rollout.ledger import read_ledger
+from unison.run.replay import config_of_step, weights_after
+from unison.weights.checksum import tensors_digest
+from unison.weights.push import push_weights
+
+
+@dataclass(slots=True)
+class Start:
+    """A state to go on from. ``tensors`` are dropped once the trainer has taken them."""
+
+    state: RunState
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    random: dict[str, Any] | None
+    pending: list[Sample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    changes: dict[str, str] = field(default_factory=dict)
+    """What is configured otherwise from here on, by key."""
+    is_fork: bool = False
+
+
+def own_start(folder: RunFolder, config: TrainConfig) -> Start | None:
+    """The newest intact state of a run in this folder, or None where it had saved none yet.
+
+    Raises CheckpointError where there are checkpoints and none is intact: a damaged run is never begun anew in
+    silence. Raises ConfigError where the configuration has changed in a way that cannot be meant.
+    """
+    loaded, skipped = load_newest(folder.checkpoints)
+    notes = [f"passed over {one}" for one in skipped]
+    old = load_config([folder.config]).config
+    if loaded is None:
+        _check_unsaved(folder, old, config)
+        return None
+    start = _start_of(loaded)
+    start.changes = describe(check_changes(old, config, has_pending=bool(start.pending)))
+    start.notes = notes
+    return start
+
+
+def fork_start(config: TrainConfig) -> Start:
+    """The state that ``run.fork`` names: RUN_FOLDER, or RUN_FOLDER@STEP for any step that can be had.
+
+    A step without a checkpoint of its own is replayed from the one before it.
+    """
+    run, step = parse_run_step(config.run.fork or "", "run.fork")
+    folder = RunFolder.reopen(run)
+    loaded = _fork_checkpoint(folder, step)
+    if loaded is not None:
+        start = _start_of(loaded)
+    elif step is None:
+        raise CheckpointError(f"run.fork={config.run.fork!r}: {folder.checkpoints} has no checkpoint to begin from")
+    else:
+        start = _replayed_start(folder, step)
+    old = config_of_step(run, start.state.step)
+    for name in ("path", "dtype"):
+        if getattr(old.model, name) != getattr(config.model, name):
+            raise ConfigError(
+                f"run.fork={config.run.fork!r}: its model.{name} is {getattr(old.model, name)!r}, this one's "
+                f"{getattr(config.model, name)!r}; the state of one model is no other's"
+            )
+    if start.pending:
+        start.notes.append(
+            f"{len(start.pending)} pending samples of {run} are not taken over; their prompts come again"
+        )
+    start.pending, start.state.pending_draws = [], []
+    start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
+    start.state.seconds = 0.0
+    start.changes = describe(diff_configs(old, config))
+    start.is_fork = True
+    return start
+
+
+def parse_run_step(text: str, what: str) -> tuple[Path, int | None]:
+    """``RUN@STEP`` as (folder, step); the step is None where only the folder is given. Raises ConfigError."""
+    name, at, number = text.rpartition("@")
+    if at and number.isascii() and number.isdigit():
+        path, step = Path(name).expanduser(), int(number)
+    else:
+        path, step = Path(text).expanduser(), None
+    if not (path / "config.toml").is_file():
+        raise ConfigError(f"{what}={text!r}: there is no run in {path}; name a run folder, or RUN_FOLDER@STEP")
+    return path, step
+
+
+def restore(parts: Parts, start: Start, base_digest: str) -> None:
+    """Put a saved state into freshly built parts, and prove that trainer and engine hold what was saved.
+
+    Raises CheckpointError where they do not, DataError where the data is not what the state was saved over.
+    """
+    state = start.state
+    if state.base_digest != base_digest:
+        raise CheckpointError(
+            f"the model at {parts.config.model.path} is not the one the run began from: its weights have the digest "
+            f"{base_digest[:16]}, the run's {state.base_digest[:16]}; bring the files of then back"
+        )
+    parts.trainer.load_state(start.tensors, state.optimizer_steps)
+    start.tensors = {}
+    published = parts.trainer.published()
+    digest = tensors_digest(published)
+    if digest != state.weights_digest:
+        raise CheckpointError(
+            f"the restored weights have the digest {digest[:16]}, the saved ones {state.weights_digest[:16]}"
+        )
+    if state.weights_version > 0:
+        push_weights(parts.engine.weights, published, state.weights_version)
+    _restore_cursor(parts, start)
+    if start.random is not None:
+        restore_random_states(start.random)
+
+
+def numerics_notes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What about the machine differs from when the state was saved, and what that means."""
+    different = [
+        f"{name} {saved[name]} -> {now.get(name)}" for name in saved if name in now and saved[name] != now[name]
+    ]
+    if not different:
+        return []
+    return [f"the run goes on under {', '.join(different)}: its weights will not be those of a run without a break"]
+
+
+def _restore_cursor(parts: Parts, start: Start) -> None:
+    try:
+        parts.cursor.load_state_dict(start.state.cursor)
+    except DataError as error:
+        if not start.is_fork:
+            raise
+        start.notes.append(f"the data begins anew: {error}")
+
+
+def _start_of(loaded: Loaded) -> Start:
+    where = f"{loaded.path.parent.name}/{loaded.path.name}"
+    try:
+        state = decode_state(loaded.documents.get(STATE_FILE))
+        pending = decode_samples(loaded.blobs[PENDING_FILE]) if PENDING_FILE in loaded.blobs else []
+    except (CheckpointError, DataError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    return Start(state, loaded.tensors, loaded.documents.get(RANDOM_FILE), pending)
+
+
+def _check_unsaved(folder: RunFolder, old: TrainConfig, new: TrainConfig) -> None:
+    """A run that saved nothing yet begins anew, as itself."""
+    check_changes(old, new)
+    if folder.summary.exists():
+        raise CheckpointError(
+            f"the run in {folder.path} is finished, and its checkpoints are gone: it cannot be continued; choose "
+            "another folder with --run.dir DIR"
+        )
+
+
+def _fork_checkpoint(folder: RunFolder, step: int | None) -> Loaded | None:
+    if step is None:
+        return load_newest(folder.checkpoints)[0]
+    if any(one.step == step for one in find(folder.checkpoints)):
+        return load(folder.checkpoints, step)
+    return None
+
+
+def _replayed_start(folder: RunFolder, step: int) -> Start:
+    entries = {entry.step: entry for entry in read_ledger(folder.ledger)}
+    if step not in entries:
+        raise CheckpointError(f"step {step} is not in the ledger of {folder.path}; it has {_span(list(entries))}")
+    tensors, optimizer_steps = weights_after(folder.path, step)
+    entry = entries[step]
+    state = RunState(
+        step=step,
+        optimizer_steps=optimizer_steps,
+        weights_version=entry.weights_version,
+        weights_digest=entry.weights_digest,
+        base_digest=entry.base_digest,
+        cursor=entry.cursor,
+    )
+    return Start(state, tensors, None)
+
+
+def _span(steps: list[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}" if steps else "no step"

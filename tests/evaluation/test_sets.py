@@ -334,7 +334,8 @@ def test_the_table_is_plain_text_of_fixed_width(tokenizer: Tokenizer) -> None:
 
 
 def test_the_whole_result_is_written_read_and_replaced(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    result = evaluate(make_config(), tokenizer, FakeClient(answer(lambda _: "half a pair \ud800")))
+    client = FakeClient(answer(lambda _: "half a pair \ud800"))
+    result = evaluate(make_config(), tokenizer, client, make_scorer=Closable)
     assert read_evaluation(tmp_path, 12) is None
     path = write_evaluation(tmp_path, 12, result)
     assert path == tmp_path / "evaluations" / "step-000012.json" == evaluation_path(tmp_path, 12)

@@ -16,6 +16,7 @@ FORBIDDEN_CALLS = {("torch", "load"), ("torch", "save"), ("os", "system"), ("yam
 FORBIDDEN_KEYWORDS = {"trust_remote_code": True, "weights_only": False, "allow_pickle": True, "shell": True}
 BROAD = {"Exception", "BaseException"}
 BROAD_HANDLERS = {
+    "unison/checks/plugin_report.py:call": "the result of the check: shown as a problem",
     "unison/checkpoint/save.py:Saver._run": "kept, and raised as a CheckpointError by the next call",
     "unison/engine/client.py:InProcessClient._take_requests": "handed to whoever awaits that request",
     "unison/observability/sinks.py:MultiSink.close": "counted in num_failures and warned of",

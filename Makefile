@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 # Idle OpenMP threads of tests sleep instead of spinning on the cores that others wait for; unison sees to its own.
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: install help quickstart model test test-all lint format clean
+.PHONY: install help quickstart model sandbox test test-all lint format clean
 
 install: $(INSTALLED)  ## make .venv with all that development needs (the default)
 
@@ -35,10 +35,17 @@ model: $(INSTALLED)  ## fetch and convert SmolLM2-135M-Instruct, once
 quickstart: model  ## train SmolLM2-135M on sums and see it improve
 	$(BIN)/unison train examples/sums.toml --run.dir $(RUN_DIR)
 
-test: model  ## the suite
+# The reward code_tests and the tests of isolation need bubblewrap, which no Python package brings.
+sandbox:  ## install bubblewrap where that needs no question; else say how
+	@command -v bwrap >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -q bubblewrap >/dev/null 2>&1; } \
+	|| echo 'bwrap is missing: tests that run untrusted code (tests/sandbox, tests/rewards/test_code.py) are skipped;' \
+		'install bubblewrap with your package manager'
+
+test: model sandbox  ## the suite
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-all: model  ## the suite with its slow tests
+test-all: model sandbox  ## the suite with its slow tests
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## lint, format and types

@@ -10,7 +10,6 @@ import torch
 from unison.algorithms.advantages import AdvantageEstimator, get_advantage
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
-from unison.core.protocols import Grader
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import derive_seed
 from unison.data.cursor import PromptCursor
@@ -19,6 +18,7 @@ from unison.data.source import load_source
 from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
 from unison.engine.engine import Engine
+from unison.evaluation.sets import EvaluationSets
 from unison.models.loading import load_model, read_config
 from unison.models.numerics import NumericsChoice, choose_numerics
 from unison.models.registry import read_spec
@@ -27,6 +27,8 @@ from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
 from unison.observability.trackers.open import check_trackers
 from unison.rewards.base import load_reward
+from unison.rewards.combined import WeightedReward
+from unison.rewards.scoring import score
 from unison.rollout.collect import PromptTask, RolloutFunction
 from unison.rollout.filters import GroupFilter, load_filter
 from unison.rollout.functions import load_rollout
@@ -58,8 +60,8 @@ class Parts:
     trainer: Trainer
     prompts: EncodedPrompts
     cursor: PromptCursor
-    eval_tasks: list[PromptTask]
-    reward: Grader
+    evaluation: EvaluationSets
+    reward: WeightedReward
     estimator: AdvantageEstimator
     group_filter: GroupFilter | None
     rollout_function: RolloutFunction | None
@@ -86,7 +88,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
     rollout_function = load_rollout(config.rollout.function)
-    reward = load_reward(config.reward)
+    reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
     spec = read_spec(read_config(folder))
@@ -96,10 +98,11 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     prompts = encode_all(source, tokenizer, config.data)
     # Encoded once here, so that a prompt that cannot be used stops the run before it starts.
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
-    eval_tasks = _eval_tasks(config, tokenizer, notes)
+    evaluation = EvaluationSets.build(config, tokenizer, run_scorer=lambda samples: score(samples, reward))
+    notes += evaluation.notes
     bad_rows = list(getattr(source, "skipped", ()))
     notes += [f"skipped: {line}" for line in bad_rows]
-    _check_context(config, spec, longest_prompt, eval_tasks)
+    _check_context(config, spec, longest_prompt, evaluation)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
     engine = _engine(config, folder, choice, tokenizer)
     notes += [*choice.notes, *engine.notes]
@@ -113,7 +116,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         trainer=_trainer(config, folder, choice, dump_dir),
         prompts=prompts,
         cursor=PromptCursor(source, derive_seed(config.run.seed, "order"), config.data.shuffle),
-        eval_tasks=eval_tasks,
+        evaluation=evaluation,
         reward=reward,
         estimator=estimator,
         group_filter=group_filter,
@@ -133,20 +136,22 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     return TrainerParts(config, folder, choice, _trainer(config, folder, choice, None))
 
 
-def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, eval_tasks: list[PromptTask]) -> None:
+def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, evaluation: EvaluationSets) -> None:
     """Raise ConfigError for what the engine would refuse in the middle of the run."""
-    longest = max([longest_prompt, *(len(task.token_ids) for task in eval_tasks)])
+    longest = max(longest_prompt, evaluation.longest_prompt())
     if longest >= spec.max_positions:
         raise ConfigError(
             f"a prompt has {longest} tokens, which leaves no room in the model's context of {spec.max_positions}; "
             f'set data.max_prompt_tokens={spec.max_positions - 1} and data.on_long_prompt="skip", or shorten it'
         )
     page = config.engine.page_size
-    most = -(-min(longest + config.rollout.max_new_tokens, spec.max_positions) // page) * page
+    whole = max(longest_prompt + config.rollout.max_new_tokens, evaluation.longest_sequence())
+    most = -(-min(whole, spec.max_positions) // page) * page
     if 0 < config.engine.kv_tokens < most:
         raise ConfigError(
-            f"engine.kv_tokens={config.engine.kv_tokens} cannot hold the longest prompt of {longest} tokens and "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; use at least {most}, or 0 to size it from memory"
+            f"engine.kv_tokens={config.engine.kv_tokens} cannot hold the longest prompt and answer, {whole} tokens "
+            f"with rollout.max_new_tokens={config.rollout.max_new_tokens}; use at least {most}, or 0 to size it "
+            "from memory"
         )
     foreign = [token for token in config.rollout.stop_token_ids if not 0 <= token < spec.vocab_size]
     if foreign:
@@ -183,19 +188,6 @@ def _tokenizer(folder: Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json; training needs the model's tokenizer beside its weights")
     return Tokenizer.from_folder(folder)
-
-
-def _eval_tasks(config: TrainConfig, tokenizer: Tokenizer, notes: list[str]) -> list[PromptTask]:
-    if config.eval.problems == 0:
-        if config.data.eval is not None:
-            notes.append("data.eval is set but eval.problems=0: nothing is evaluated.")
-        return []
-    source = load_source(config.data, "eval", config.run.seed)
-    notes += [f"skipped: {line}" for line in getattr(source, "skipped", ())]
-    tasks = [prompt_task(prompt) for prompt in encode_all(source, tokenizer, config.data)]
-    if len(tasks) < config.eval.problems:
-        notes.append(f"eval.problems={config.eval.problems}, but the held-out set has {len(tasks)}; all are used.")
-    return tasks[: config.eval.problems]
 
 
 def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer) -> Engine:

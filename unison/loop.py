@@ -19,7 +19,7 @@ from unison.core.errors import NonFiniteError, NumericsError, RewardError, RunIn
 from unison.core.faults import fault_point
 from unison.core.records import Sample, SampleStatus
 from unison.core.wire import encode_samples
-from unison.evaluation.evaluate import evaluate
+from unison.evaluation.files import write_evaluation
 from unison.observability.alarms import AlarmLog, Alarms
 from unison.observability.console import ConsoleSink
 from unison.observability.progress import Progress
@@ -28,7 +28,8 @@ from unison.observability.run_folder import RunFolder, holds_run
 from unison.observability.sinks import JsonlSink, MultiSink
 from unison.observability.trackers.open import open_trackers
 from unison.processes.interruption import Interruption
-from unison.rewards.scoring import RewardReport, score
+from unison.rewards.scoring import RewardReport, merge_reports, score
+from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
@@ -133,7 +134,7 @@ class Run:
         self._pending_draws: list[int] = []
         self._unlogged: Metrics | None = None
         self._alarms = Alarms(self.config.alarm)
-        self._alarm_log = AlarmLog(folder.alarms)
+        self._alarm_log: AlarmLog | None = None
         self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._is_clean = True
@@ -168,6 +169,7 @@ class Run:
             if start is not None and start.changes:
                 self.folder.replace_config(config_toml, self.step)
         # Only now: a file that is open does not follow when it is rewound.
+        self._alarm_log = AlarmLog(self.folder.alarms)
         self._sinks = MultiSink(
             [
                 JsonlSink(self.folder.metrics),
@@ -198,12 +200,13 @@ class Run:
             self._pending_draws = []
         seconds, scored_s = 0.0, 0.0
         filtered: dict[str, str] = {}
+        reports: list[RewardReport] = []
         tasks = tasks_of(self._pending) or self._draw(rollout.prompts_per_step)
         while True:
             started = time.perf_counter()
             await self._collect(tasks)
             collected = time.perf_counter()
-            self.score([sample for sample in self._pending if not _is_scored(sample)], step)
+            reports.append(self.score([sample for sample in self._pending if not _is_scored(sample)], step))
             filtered = discarded_groups(self._pending, self.parts.group_filter)
             seconds, scored_s = seconds + collected - started, scored_s + time.perf_counter() - collected
             if not filtered or len(self._pending_draws) > rollout.refill:
@@ -213,6 +216,7 @@ class Run:
                 break
             tasks = tasks_of(self._pending) + self._draw(missing)
         metrics = rollout_metrics(self._pending)
+        metrics |= reward_metrics(self._pending, merge_reports(reports), self.parts.reward)
         metrics["rollout/seconds"] = seconds
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(seconds, 1e-9)
         metrics["rollout/filtered_groups"] = float(len(filtered))
@@ -230,7 +234,8 @@ class Run:
             self._progress.print(f"note: step {step}: {len(report.failures)} samples were unscorable in all")
         if step <= 1 and report.failures and not report.num_scored:
             raise RewardError(
-                f"the reward {self.config.reward.function!r} could score none of the first {len(samples)} samples; "
+                f"the reward {' + '.join(map(repr, self.parts.reward.weights))} could score none of the first "
+                f"{len(samples)} samples; "
                 f"the first one: {report.failures[0].reason}"
             )
         return report
@@ -304,34 +309,33 @@ class Run:
     def watch(self, step: int, metrics: Metrics) -> Metrics:
         """Say what looks wrong."""
         for alarm in self._alarms.observe(step, metrics):
-            self._alarm_log.write(alarm)
+            if self._alarm_log is not None:
+                self._alarm_log.write(alarm)
             self._progress.print(f"alarm: {alarm.text}")
         return {"alarms/active": float(len(self._alarms.active))} if self.config.alarm.enabled else {}
 
     async def evaluate(self, step: int) -> Metrics:
-        """Held-out accuracy under the engine's present weights."""
-        started = time.perf_counter()
-        num_done = 0
-        total = len(self.parts.eval_tasks) * (self.config.eval.samples + self.config.eval.greedy)
-
-        def count(_: Sample) -> None:
-            nonlocal num_done
-            num_done += 1
-            self._progress.update("evaluation", num_done, total)
-
+        """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
+        evaluation, version = self.parts.evaluation, self.parts.engine.weights.version
         with stoppable(self.parts.client, self._interruption) as client:
-            metrics, _ = await evaluate(
-                client,
-                self.parts.eval_tasks,
-                lambda samples: self._score_evaluation(samples, step),
-                self.parts.sampling,
-                self.config.eval,
-                run_seed=self.config.run.seed,
-                on_sample=count,
-            )
+            try:
+                result = await evaluation.run(
+                    client, version, on_progress=lambda done, total: self._progress.update("evaluation", done, total)
+                )
+            except UnisonError:
+                # Answers that were cut short are no evaluation, whatever the complaint about them.
+                self._interruption.check()
+                raise
         self._progress.idle()
-        metrics["eval/seconds"] = time.perf_counter() - started
-        metrics["eval/weight_version"] = float(self.parts.engine.weights.version)
+        for note in result.notes():
+            self._progress.print(f"note: step {step}: {note}")
+        if step == 0:
+            result.require_scores()
+        try:
+            write_evaluation(self.folder.path, step, result)
+        except OSError as error:
+            self._progress.print(f"note: step {step}: the evaluation's answers were not written: {error}")
+        metrics = result.metrics()
         self.checkpoints.check_metric(metrics)
         self.evaluations[str(step)] = metrics
         return metrics
@@ -386,8 +390,11 @@ class Run:
 
     def close(self) -> None:
         self.checkpoints.close()
+        self.parts.reward.close()
+        self.parts.evaluation.close()
         self._sinks.close()
-        self._alarm_log.close()
+        if self._alarm_log is not None:
+            self._alarm_log.close()
         self.folder.close()
 
     def _take(self, state: RunState, pending: list[Sample]) -> None:
@@ -409,7 +416,7 @@ class Run:
 
     @property
     def _has_baseline(self) -> bool:
-        return bool(self.parts.eval_tasks) and self.config.eval.before
+        return bool(self.parts.evaluation) and self.config.eval.before
 
     async def _evaluate_first(self) -> None:
         """The baseline; of a continued run the evaluation that was left open."""
@@ -448,11 +455,6 @@ class Run:
             )
         self._interruption.check()
 
-    def _score_evaluation(self, samples: Sequence[Sample], step: int) -> RewardReport:
-        # Whoever has been interrupted has no whole answers to score.
-        self._interruption.check()
-        return self.score(samples, step)
-
     def _trained(self, done: int, total: int) -> None:
         fault_point("loop.micro_batch")
         self._interruption.check()
@@ -464,7 +466,7 @@ class Run:
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.config.eval.every
-        return bool(self.parts.eval_tasks) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
+        return bool(self.parts.evaluation) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.parts.tokenizer.decode(ids, skip_special=False)
@@ -475,7 +477,8 @@ def _is_scored(sample: Sample) -> bool:
 
 
 def _is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
-    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists()
+    exported = folder.model.exists() or not config.log.export
+    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
 
 
 def _already_finished(folder: RunFolder, state: RunState) -> RunResult:

@@ -1,31 +1,43 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.hygiene.tree import REPO
 
-Victim = Callable[..., int]
+
+class Victim:
+    """``victim(root, step, "checkpoint.after_file:1:kill")`` -> exit code of a save in another process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    def start(
+        self, root: Path, step: int, fault: str, keep_last: int = 2, max_file_bytes: int = resource.RLIM_INFINITY
+    ) -> None:
+        job = {"root": str(root), "step": step, "fault": fault, "keep_last": keep_last}
+        self._stdin.write(json.dumps(job | {"max_file_bytes": max_file_bytes}) + "\n")
+        self._stdin.flush()
+
+    def exit_code(self) -> int:
+        return int(self._stdout.readline())
+
+    def __call__(self, root: Path, step: int, fault: str, keep_last: int = 2) -> int:
+        self.start(root, step, fault, keep_last)
+        return self.exit_code()
 
 
 @pytest.fixture(scope="session")
 def victim() -> Iterator[Victim]:
-    """``victim(root, step, "checkpoint.after_file:1:kill", keep_last=2)`` -> exit code of a save in another process."""
     command = [sys.executable, "-m", "tests.checkpoint.victim"]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-
-        def run(root: Path, step: int, fault: str, keep_last: int = 2) -> int:
-            assert process.stdin is not None and process.stdout is not None
-            job = {"root": str(root), "step": step, "fault": fault, "keep_last": keep_last}
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            return int(process.stdout.readline())
-
-        yield run
+        yield Victim(process)
+        assert process.stdin is not None
         process.stdin.close()

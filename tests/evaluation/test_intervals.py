@@ -6,7 +6,8 @@ import random
 import pytest
 from scipy import stats
 
-from unison.evaluation.intervals import score_interval
+from unison.evaluation.intervals import estimate_mean, score_interval
+from unison.evaluation.pass_at_k import pass_at_k
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.999])
@@ -49,3 +50,41 @@ def test_graded_scores_between_0_and_1_keep_their_interval_there() -> None:
         scores = [noise.betavariate(0.3, 4) for _ in range(noise.randint(1, 8))]
         low, high = score_interval(scores, 0.95)
         assert 0 <= low <= sum(scores) / len(scores) + 1e-12 and high <= 1
+
+
+def passes(noise: random.Random, shape: tuple[float, float], num_problems: int, k: int) -> list[float]:
+    """pass@k from 8 samples of problems whose chances are Beta distributed."""
+    chances = [noise.betavariate(*shape) for _ in range(num_problems)]
+    return [pass_at_k(8, sum(noise.random() < p for _ in range(8)), k) for p in chances]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (0.3, 2), (4, 2), (8, 0.5)])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_the_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says(shape: tuple[float, float], k: int) -> None:
+    noise = random.Random(7)
+    a, b = shape
+    truth = 1 - math.prod((b + i) / (a + b + i) for i in range(k))  # 1 - E[(1 - p)^k] under Beta(a, b)
+    num_covered = 0
+    for _ in range(400):
+        low, high = score_interval(passes(noise, shape, 60, k), 0.95, samples_per_problem=8)
+        num_covered += low <= truth <= high
+    assert num_covered / 400 >= 0.925
+
+
+def test_several_samples_of_a_problem_narrow_the_interval_to_what_their_spread_says() -> None:
+    noise = random.Random(2)
+    scores = [noise.betavariate(20, 20) for _ in range(400)]
+    low, high = score_interval(scores, 0.95, samples_per_problem=50)
+    expected = stats.norm.interval(0.95, loc=sum(scores) / 400, scale=stats.sem(scores))
+    assert (low, high) == pytest.approx(expected, abs=2e-4)
+    wide = score_interval(scores, 0.95)
+    assert wide[1] - wide[0] > 4 * (high - low)
+
+
+def test_the_effective_number_of_trials_lies_between_problems_and_samples() -> None:
+    half = [0.5] * 10  # no spread at all: as many trials as samples, and no more
+    assert score_interval(half, 0.9, 4) == score_interval([0.0, 1.0] * 20, 0.9)
+    assert score_interval([0.0, 1.0] * 5, 0.9, 4) == score_interval([0.0, 1.0] * 5, 0.9)
+    for scores in ([1.0] * 10, [0.0] * 10):
+        assert score_interval(scores, 0.9, 4) == score_interval(scores, 0.9)
+    assert estimate_mean([0.25], 0.9, 4).value == 0.25

@@ -27,3 +27,9 @@ def breaks_after_a_while(samples: Sequence[Sample]) -> list[float]:
     if any("@" in sample.sample_id and sample.weight_versions[-1] > 0 for sample in samples):
         raise RuntimeError("the grader broke")
     return list(low_ids(samples))
+
+
+def returns_too_few_later(samples: Sequence[Sample]) -> list[float]:
+    """Loses a score from the third version of the weights on."""
+    late = any("@" in sample.sample_id and sample.weight_versions[-1] > 1 for sample in samples)
+    return low_ids(samples)[late:]

@@ -31,7 +31,7 @@ def make_config(folder: Path, run_dir: Path, **sections: dict[str, Any]) -> Trai
         "log": {"rollouts_per_step": 4, "progress": "off", "export": False, "plot": False},
     }
     for name, values in sections.items():
-        base[name] = {**base[name], **values}
+        base[name] = {**base.get(name, {}), **values}
     return msgspec.convert(base, TrainConfig)
 
 
@@ -179,25 +179,19 @@ def test_the_exported_model_is_the_trained_one_and_transformers_loads_it(
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").eos_token_id == 258
 
 
-def test_a_used_run_folder_is_refused_before_anything_is_loaded(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
-    run(tiny_model_dir(), tmp_path / "run", trainer={"steps": 0})
-    with pytest.raises(ConfigError, match="already holds a run"):
-        run(tmp_path / "no such model", tmp_path / "run")
-
-
 def test_a_broken_promise_stops_the_run(
     tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import unison.loop
+    import unison.training.prepare
 
-    honest = unison.loop.build_rows
+    honest = unison.training.prepare.build_rows
 
     def shifted(*arguments: Any) -> Any:
         rows = honest(*arguments)
         rows[0].old_logprobs[-1] -= 1e-6
         return rows
 
-    monkeypatch.setattr(unison.loop, "build_rows", shifted)
+    monkeypatch.setattr(unison.training.prepare, "build_rows", shifted)
     with pytest.raises(NumericsError, match="differ by up to"):
         run(tiny_model_dir(), tmp_path / "run")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-ALL = {metric.name: 0.5 for metric in METRICS}
+ALL = {re.sub("<[a-z]+>", "short", metric.name): 0.5 for metric in METRICS}
 
 RUNS: dict[str, dict[int, dict[str, float]]] = {
     "nothing logged": {},

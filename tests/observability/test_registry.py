@@ -76,6 +76,18 @@ def test_a_metric_registers_once_and_under_a_proper_name() -> None:
     assert "a/c" in registry and registry["a/c"].unit == "u"
     with pytest.raises(MetricError, match="already"):
         registry.register(metric("a/b"))
-    for bad in ("a", "A/b", "a/b/c", "a/b c", ""):
+    for bad in ("a", "A/b", "a//b", "a/b c", "a/<B>", "a/x<b>", "<a>/b", "a/b/", ""):
         with pytest.raises(MetricError, match="group/stat"):
             registry.register(metric(bad))
+
+
+def test_a_family_stands_for_the_metrics_with_names_of_users() -> None:
+    registry = MetricRegistry([metric("a/part/<name>/mean"), metric("a/part/<name>/std")])
+    registry.check(["a/part/short/mean", "a/part/My-part_2/std"])
+    assert registry["a/part/short/mean"].name == "a/part/<name>/mean"
+    assert "a/part/x/mean" in registry and "a/part/x/median" not in registry
+    unknown = ["a/part/mean", "a/part//mean", "a/part/x/y/mean", "a/part/x y/mean", "a/part/<name>/mean"]
+    for name in [*unknown, f"a/part/{'x' * 65}/mean"]:
+        with pytest.raises(MetricError, match="not registered"):
+            registry.check([name])
+    assert "| `a/part/<name>/mean` |" in render_page(registry)

@@ -225,3 +225,13 @@ def test_rates_and_durations_read_well_at_all_sizes() -> None:
         "2h05m",
     ]
     assert duration(math.nan) == "?" and rate(math.inf) == "inf"
+
+
+def test_each_named_evaluation_set_has_a_line() -> None:
+    sink, lines = console()
+    metrics = {"eval/hard/accuracy": 0.25, "eval/hard/accuracy_ci_low": 0.1, "eval/hard/accuracy_ci_high": 0.4}
+    sink.log(4, {**metrics, "eval/hard/accuracy_greedy": 0.5, "eval/hard/problems": 8, "eval/easy/accuracy": 1.0})
+    assert lines == [
+        "step  4/20  hard: sampled 0.250 [0.100, 0.400], greedy 0.500  on 8 problems",
+        "step  4/20  easy: sampled 1.000",
+    ]

@@ -3,12 +3,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rewards.samples import finished
-from unison.config.schema import RewardConfig
-from unison.core.errors import RewardError
+from unison.config.checks import check_config
+from unison.config.schema import DataConfig, ModelConfig, RewardConfig, RewardPartConfig, TrainConfig
+from unison.core.errors import ConfigError, RewardError
 from unison.core.protocols import Grader
 from unison.rewards.base import load_reward, register_reward
 from unison.rewards.exact import exact_answer
@@ -117,12 +119,13 @@ def test_functions_of_the_users_own_get_their_options(user_module: str) -> None:
 def test_a_function_that_cannot_be_called_as_configured_is_refused(
     user_module: str, function: str, options: dict[str, int | float | str | bool], told: str
 ) -> None:
-    with pytest.raises(RewardError, match=told):
-        load_reward(RewardConfig(function=f"{user_module}:{function}", options=options))
+    for isolation in ("process", "none"):
+        with pytest.raises(RewardError, match=told):
+            load_reward(RewardConfig(function=f"{user_module}:{function}", options=options, isolation=isolation))
 
 
 def test_an_import_that_fails_names_module_and_cause(user_module: str) -> None:
-    with pytest.raises(RewardError, match="importing breaks_at_import failed: RuntimeError: no licence"):
+    with pytest.raises(RewardError, match=r"failed: RuntimeError: no licence \(at breaks_at_import.py:1\)"):
         load_reward(RewardConfig(function="breaks_at_import:f"))
     with pytest.raises(RewardError, match="importing absent_module failed: ModuleNotFoundError"):
         load_reward(RewardConfig(function="absent_module:f"))
@@ -144,8 +147,10 @@ def test_a_registered_reward_is_found_by_name() -> None:
     def half(text: str, label: object) -> float:
         return 0.5
 
-    grader = load_reward(RewardConfig(function="always-half-for-this-test"))
+    grader = load_reward(RewardConfig(function="always-half-for-this-test", isolation="none"))
     assert list(grader([finished("a")])) == [0.5]
+    with pytest.raises(RewardError, match="registered in this process alone"):
+        load_reward(RewardConfig(function="always-half-for-this-test"))
 
 
 def test_a_combination_keeps_its_parts(user_module: str) -> None:
@@ -157,3 +162,34 @@ def test_a_combination_keeps_its_parts(user_module: str) -> None:
 def test_a_combination_takes_no_options(user_module: str) -> None:
     with pytest.raises(RewardError, match="is a combination, which takes no options"):
         load_reward(RewardConfig(function=f"{user_module}:both", options={"scale": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"function": "m:f", "parts": {"a": RewardPartConfig(function="m:g")}},
+            "reward.function='m:f' and reward.parts",
+        ),
+        ({"options": {"x": 1}, "parts": {"a": RewardPartConfig(function="m:g")}}, "reward.options.*and reward.parts"),
+        ({"isolation": "none", "timeout_s": 3.0}, "reward.timeout_s=3.0 has no effect"),
+        ({"isolation": "none", "workers": 3}, "reward.workers=3 has no effect"),
+        (
+            {"isolation": "none", "parts": {"a": RewardPartConfig(function="m:g", timeout_s=1.0)}},
+            "reward.parts.a.timeout_s=1.0 has no effect",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_reward(RewardConfig(**settings))
+    with pytest.raises(ConfigError, match=told):
+        check_config(
+            TrainConfig(model=ModelConfig(path="m"), data=DataConfig(train="t"), reward=RewardConfig(**settings))
+        )
+
+
+def test_a_part_that_is_a_combination_is_refused(user_module: str) -> None:
+    config = RewardConfig(parts={"a": RewardPartConfig(function=f"{user_module}:both")})
+    with pytest.raises(RewardError, match=r"reward.parts.a.function='rewards_of_a_user:both' is itself a combination"):
+        load_reward(config)

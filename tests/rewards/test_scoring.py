@@ -200,6 +200,8 @@ def test_a_weight_must_be_a_finite_number(weight: Any) -> None:
 
 
 def test_combining_nothing_or_combinations_is_refused() -> None:
+    with pytest.raises(RewardError, match="'a b' must be"):
+        combine({"a b": (looked_up({}), 1.0)})
     with pytest.raises(RewardError, match="at least one"):
         combine({})
     inner = combine({"f": (looked_up({}), 1.0)})

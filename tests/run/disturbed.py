@@ -14,10 +14,20 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 FLAGS = (
-    "--run.threads=1 --trainer.steps=5 --rollout.prompts_per_step=4 --rollout.samples_per_prompt=4 "
-    "--rollout.max_new_tokens=12 --rollout.filter=no_contrast --rollout.refill=1 --eval.every=2 --eval.problems=4 "
-    "--eval.samples=2 --checkpoint.every=2 --log.export=false --log.plot=false"
-).split()
+    "--run.threads=1",
+    "--trainer.steps=5",
+    "--rollout.prompts_per_step=4",
+    "--rollout.samples_per_prompt=4",
+    "--rollout.max_new_tokens=12",
+    "--rollout.filter=no_contrast",
+    "--rollout.refill=1",
+    "--eval.every=2",
+    "--eval.problems=4",
+    "--eval.samples=2",
+    "--checkpoint.every=2",
+    "--log.export=false",
+    "--log.plot=false",
+)
 TIMEOUT_S = 300
 
 

@@ -50,7 +50,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """A regular file's bytes, no link followed. Raises DamagedError that names it, MemoryError where it is too large."""
+    """A regular file's bytes, no link followed. Raises DamagedError that names it, and MemoryError."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         with open(os.open(path, flags), "rb") as file:
@@ -144,9 +144,12 @@ def check_room(root: Path, needed_bytes: int, what: str) -> None:
 
 
 def no_room(root: Path, needed_bytes: int, what: str, reason: str) -> CheckpointError:
-    free_bytes = shutil.disk_usage(root).free
+    try:
+        free = f"{shutil.disk_usage(root).free} bytes free"
+    except OSError as error:
+        free = f"free bytes unknown ({error.strerror})"
     return CheckpointError(
-        f"{what} was not written to {root}: {reason}; {needed_bytes} bytes needed, {free_bytes} bytes free. "
+        f"{what} was not written to {root}: {reason}; {needed_bytes} bytes needed, {free}. "
         "Earlier checkpoints are untouched. Make room, keep fewer checkpoints, or use another disk"
     )
 

@@ -91,6 +91,14 @@ def load(root: str | Path, step: int) -> Loaded:
     raise CheckpointError(f"no checkpoint of step {step} in {folder}; {there_are}")
 
 
+def load_found(entry: Found) -> Loaded:
+    """One that ``find`` has found. Raises CheckpointError, naming it, where it is damaged."""
+    try:
+        return _read(entry)
+    except DamagedError as error:
+        raise CheckpointError(str(Skipped(entry.path, str(error)))) from error
+
+
 def _read(entry: Found) -> Loaded:
     if entry.problem is not None or entry.manifest is None:
         raise DamagedError(entry.problem or "has no manifest")

@@ -18,6 +18,7 @@ DELETED: Final = ".del-"
 VERSION: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_STEP: Final = 10**15
+MAX_FILE_BYTES: Final = 1 << 60
 
 Kind = Literal["tensors", "document", "blob"]
 
@@ -35,9 +36,9 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: str
     kind: Kind
-    name: Annotated[str, msgspec.Meta(pattern=f"^{_NAME}$")]
-    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    name: Annotated[str, msgspec.Meta(pattern=rf"\A{_NAME}\Z")]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_FILE_BYTES)]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

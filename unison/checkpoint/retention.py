@@ -13,7 +13,7 @@ from unison.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints that stay: the ``keep_last`` newest, the ``keep_best`` of the highest scores (of equal ones the newer),
+    """Checkpoints that stay: the ``keep_last`` newest, the ``keep_best`` of the highest scores (of equals the newer),
     and for good those of every ``keep_every``-th step (0: none). Raises ConfigError for what cannot be meant.
     """
 

@@ -28,6 +28,7 @@ from unison.checkpoint.manifest import (
     encode_pointer,
     file_name,
     folder_name,
+    parse_folder_name,
 )
 from unison.checkpoint.plain_data import encode_document
 from unison.checkpoint.retention import Retention, apply_retention
@@ -121,20 +122,23 @@ class Saver:
         self.wait()
         job = _make_job(step, tensors, documents, blobs, score, self._shard_bytes)
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            if not self._root.exists():
+                self._root.mkdir(parents=True, exist_ok=True)
+                sync_folder(self._root.parent)
             job = replace(job, notes=tuple(sweep(self._root)))
             check_room(self._root, job.needed_bytes, job.label)
-        except OSError as error:
+            thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
+            thread.start()
+        except (OSError, RuntimeError) as error:  # a RuntimeError: no thread to be had
             raise _typed(error, self._root, job) from error
-        self._job = job
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
-        self._thread.start()
+        self._job, self._thread = job, thread
 
     def release(self) -> None:
         """Return as soon as the tensors may change: at once if all are written, else after a copy of the others."""
         if self._job is not None and self.busy:
             try:
-                for tensor in self._job.tensors:
+                # From the far end: the writer works towards us, and what it has done by then needs no copy.
+                for tensor in reversed(self._job.tensors):
                     tensor.release()
             except (MemoryError, RuntimeError):
                 # No memory for copies (torch says so by a RuntimeError), or an error the thread meets as well.
@@ -251,9 +255,10 @@ def _write_files(files: Path, job: _Job) -> Manifest:
 
 
 def _give_name(files: Path, root: Path, step: int) -> Path:
-    """Rename the complete folder to the first free name of its step; never onto another checkpoint."""
+    """Rename the complete folder to a name after all those of its step; never onto another checkpoint."""
     fault_point("checkpoint.before_rename")
-    serial = 0
+    taken = [parsed[1] for name in os.listdir(root) if (parsed := parse_folder_name(name)) and parsed[0] == step]
+    serial = max(taken, default=-1) + 1
     while True:
         path = root / folder_name(step, serial)
         serial += 1

@@ -67,6 +67,17 @@ def check_selftest() -> Iterator[Finding]:
             )
 
 
+def check_sandbox() -> Iterator[Finding]:
+    """Whether rewards may run a model's code here."""
+    from unison.sandbox.find import find_sandbox
+
+    found = find_sandbox()
+    if found.sandbox is not None:
+        yield Finding("ok", "sandbox", "bubblewrap isolates here: rewards may run a model's code")
+    else:
+        yield Finding("warn", "sandbox", f"rewards that run a model's code are refused here: {found.reason}", found.fix)
+
+
 CHECKS: Final[tuple[Check, ...]] = (
     check_python,
     check_libraries,
@@ -76,6 +87,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_wait_policy,
     check_bfloat16,
     check_selftest,
+    check_sandbox,
     check_terminal,
 )
 

@@ -18,6 +18,8 @@ from unison.core.errors import ConfigError, RunInterrupted, UnisonError
 
 COMMANDS: Final[dict[str, str]] = {
     "train": "train a model on your prompts and reward",
+    "eval": "score a model, or what a run has trained, on held-out prompts",
+    "export": "make a run's model a folder that transformers loads",
     "generate": "sample from a model",
     "bench": "measure how fast a workload is answered, here or by a server",
     "check": "prove that rollout equals training on this machine",
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     except RunInterrupted as interrupted:
         # What was saved, and how to go on, is said already.
-        return 128 + getattr(signal, interrupted.signal_name)
+        return 128 + int(getattr(signal, interrupted.signal_name))
     except UnisonError as error:
         if traceback:
             raise

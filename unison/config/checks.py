@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unison.config.schema import TrainConfig
+from unison.config.schema import RewardConfig, TrainConfig
 from unison.core.errors import ConfigError, RequestError
 from unison.core.sampling import SamplingParams
 
@@ -17,6 +17,7 @@ def check_config(config: TrainConfig) -> None:
     _check_names(config)
     _check_sampling(config)
     _check_data(config)
+    check_reward(config.reward)
 
 
 def _check_names(config: TrainConfig) -> None:
@@ -59,3 +60,27 @@ def _check_data(config: TrainConfig) -> None:
             f"eval.problems is {config.eval.problems}, but data.eval names no file; give --data.eval FILE.jsonl "
             "or --eval.problems 0"
         )
+
+
+def check_reward(reward: RewardConfig) -> None:
+    """Raise ConfigError for settings of ``[reward]`` that contradict each other or would have no effect."""
+    neutral = RewardConfig()
+    for key in ("function", "options"):
+        value = getattr(reward, key)
+        if reward.parts and value != getattr(neutral, key):
+            raise ConfigError(
+                f"reward.{key}={value!r} and reward.parts are both given; make the function one of the parts, or "
+                "remove the parts"
+            )
+    if reward.isolation == "process":
+        return
+    for key in ("timeout_s", "on_timeout", "workers", "memory_mb"):
+        value = getattr(reward, key)
+        if value != getattr(neutral, key):
+            raise ConfigError(f'reward.{key}={value!r} has no effect with reward.isolation="none"; remove one of them')
+    for name, part in reward.parts.items():
+        if part.timeout_s is not None:
+            raise ConfigError(
+                f'reward.parts.{name}.timeout_s={part.timeout_s} has no effect with reward.isolation="none"; '
+                "remove one of them"
+            )

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from unison.config.names import did_you_mean
+from unison.core.describe import describe
 from unison.core.errors import UnisonError
 
 
@@ -28,7 +29,7 @@ def load_object(path: str, *, kind: str, error: type[UnisonError]) -> Any:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:
         raise error(
-            f"the {kind} {path!r} cannot be loaded: importing {module_name} failed: {type(cause).__name__}: {cause}"
+            f"the {kind} {path!r} cannot be loaded: importing {module_name} failed: {describe(cause)}"
             f" (looked in {directory} and the installed packages)"
         ) from cause
     origin = getattr(found, "__file__", None) or module_name

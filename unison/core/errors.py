@@ -32,12 +32,24 @@ class RewardError(UnisonError, ValueError):
     """A reward function that cannot be loaded or returned something unusable."""
 
 
+class SandboxError(UnisonError, RuntimeError):
+    """Untrusted code cannot be isolated here, or the sandbox itself failed; never the fault of the code run in it."""
+
+
+class WorkerError(UnisonError, RuntimeError):
+    """A worker process that cannot be started, or a pool of them that cannot go on."""
+
+
 class ModelError(UnisonError, ValueError):
     """A model folder or architecture that cannot be loaded."""
 
 
 class NumericsError(UnisonError, RuntimeError):
     """Exact numerics were asked for and this machine or model cannot give them."""
+
+
+class EvaluationError(UnisonError, RuntimeError):
+    """An evaluation that says nothing: the weights changed during it, or its file is damaged."""
 
 
 class WeightUpdateError(UnisonError, RuntimeError):

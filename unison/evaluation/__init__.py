@@ -1,1 +1,1 @@
-"""Held-out accuracy with intervals, tied to a weight version."""
+"""Held-out sets, answered under one weight version; accuracy and pass@k with their intervals."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,12 +31,19 @@ COPIED_FILES = (
 )
 
 
-def export_model(model: Decoder, source: Path, target: Path, parameters: dict[str, Tensor] | None = None) -> list[Path]:
+def export_model(
+    model: Decoder,
+    source: Path,
+    target: Path,
+    parameters: dict[str, Tensor] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> list[Path]:
     """Write ``model`` (or ``parameters`` in its place, e.g. float32 masters) into ``target``.
 
     Configuration, tokenizer, chat template and generation config are copied from ``source``, the
-    folder the model was loaded from. Values are saved bit for bit. The folder appears whole or
-    not at all. Returns the files written; raises ModelError where it cannot be written.
+    folder the model was loaded from. Values are saved bit for bit. ``texts`` are further files by name, such as a
+    README.md. The folder appears whole or not at all. Returns the files written; raises ModelError where it cannot be
+    written.
     """
     if target.exists() and any(target.iterdir()):
         raise ModelError(f"{target} is not empty; export into a new folder")
@@ -44,6 +52,8 @@ def export_model(model: Decoder, source: Path, target: Path, parameters: dict[st
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         _write_folder(model, source, part, parameters)
+        for name, text in (texts or {}).items():
+            (part / name).write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         if target.exists():
             target.rmdir()
         part.rename(target)

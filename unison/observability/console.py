@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -34,6 +35,9 @@ class ConsoleSink:
             self._write(self._step_line(step, metrics))
         if "eval/accuracy" in metrics or "eval/accuracy_greedy" in metrics:
             self._write(self._eval_line(step, metrics))
+        for name in metrics:
+            if re.fullmatch(r"eval/[^/]+/accuracy", name):
+                self._write(self._set_line(step, name, metrics))
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -73,6 +77,19 @@ class ConsoleSink:
             parts.append(f"{metrics['eval/unscorable']:g} unscorable")
         if "eval/seconds" in metrics:
             parts.append(f"in {duration(metrics['eval/seconds'])}")
+        return "  ".join(parts)
+
+    def _set_line(self, step: int, accuracy: str, metrics: Mapping[str, float]) -> str:
+        """A named set's line."""
+        prefix = accuracy.removesuffix("/accuracy")
+        scores = [
+            f"{word} {score_with_interval(metrics, name)}"
+            for name, word in ((accuracy, "sampled"), (f"{accuracy}_greedy", "greedy"))
+            if name in metrics
+        ]
+        parts = [f"{self._label(step)}  {prefix.removeprefix('eval/')}: {', '.join(scores)}"]
+        if f"{prefix}/problems" in metrics:
+            parts.append(f"on {metrics[f'{prefix}/problems']:g} problems")
         return "  ".join(parts)
 
     def _label(self, step: int) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from unison.observability.registry import Metric, MetricRegistry, render_page
@@ -129,7 +130,42 @@ _ROLLOUT: Final = (
         "s",
         "Time of the reward function for the step's samples.",
         "far below rollout/seconds",
-        "make the reward function cheaper",
+        "make the reward function cheaper, or raise reward.workers",
+    ),
+    _metric(
+        "reward/timeouts",
+        "calls",
+        "Calls of reward functions that ran past their deadline, those of whole batches included.",
+        "0",
+        "see `error` in rollouts.jsonl; raise reward.timeout_s, or mend the function",
+    ),
+    _metric(
+        "reward/crashes",
+        "calls",
+        "Calls whose grader process ran out of memory or died.",
+        "0",
+        "see `error` in rollouts.jsonl; raise reward.memory_mb, or mend the function",
+    ),
+    _metric(
+        "reward/workers_restarted",
+        "processes",
+        "Grader processes replaced after a timeout or a crash.",
+        "0",
+        "as for reward/timeouts and reward/crashes",
+    ),
+    _metric(
+        "reward/part/<name>/mean",
+        "reward",
+        "Mean of one part of the reward, before its weight, over the samples it has an opinion of.",
+        "rises for the parts that matter",
+        "one part rises and the others fall: change the weights",
+    ),
+    _metric(
+        "reward/part/<name>/std",
+        "reward",
+        "Standard deviation of that part over the same samples.",
+        "above 0",
+        "0: the part tells no sample from another; leave it out, or make it finer",
     ),
 )
 
@@ -328,19 +364,63 @@ _EVAL: Final = (
         "near rollout/truncated_share",
         "see rollout/truncated_share",
     ),
-    _metric("eval/problems", "prompts", "Held-out prompts evaluated.", "200 or more", "raise eval.problems"),
+    _metric(
+        "eval/pass_at/<k>",
+        "share",
+        "Unbiased estimate of pass@k, for each k of eval.pass_k: the chance that of k samples of a held-out prompt at "
+        "least one scores eval.pass_threshold.",
+        "above eval/accuracy, and rising with k",
+        "flat while eval/accuracy rises: the model does more surely what it could do before, and nothing new",
+    ),
+    _metric("eval/pass_at_ci_low/<k>", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric("eval/pass_at_ci_high/<k>", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric(
+        "eval/problems",
+        "prompts",
+        "Held-out prompts that the accuracy is the mean over.",
+        "200 or more",
+        "raise eval.problems",
+    ),
     _metric(
         "eval/unscorable",
         "samples",
-        "Samples of the sampled evaluation that could not be scored; they are left out of the accuracy.",
+        "Held-out answers, sampled and greedy, that could not be scored; they are left out of the accuracy, and count "
+        "as failed in pass@k.",
         "0",
         "see the reasons in the messages; mend the reward function",
     ),
+    _metric(
+        "eval/accuracy_if_unscorable_0",
+        "share",
+        "The accuracy with every unscorable sample at 0, logged where there is one.",
+        "near eval/accuracy",
+        "as for eval/unscorable",
+    ),
+    _metric(
+        "eval/accuracy_if_unscorable_1",
+        "share",
+        "The accuracy with every unscorable sample at 1, logged where there is one.",
+        "near eval/accuracy",
+        "as for eval/unscorable",
+    ),
+)
+
+
+def _of_each_set(metric: Metric) -> Metric:
+    name = metric.name.replace("eval/", "eval/<set>/", 1)
+    same = f"As {metric.name}"
+    return replace(metric, name=name, description=f"{same}, of a named evaluation set.", advice=same.lower())
+
+
+_EVAL_SETS: Final = tuple(map(_of_each_set, _EVAL))
+
+_EVAL_TIMES: Final = (
+    _metric("eval/<set>/seconds", "s", "Time of the evaluation of one named set.", "-", _NO_ADVICE),
     _metric("eval/seconds", "s", "Time of the evaluation.", "far below the run", "lower eval.problems or eval.samples"),
     _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
 )
 
-METRICS: Final[MetricRegistry] = MetricRegistry((*_ROLLOUT, *_TRAIN, *_SYSTEM, *_EVAL))
+METRICS: Final[MetricRegistry] = MetricRegistry((*_ROLLOUT, *_TRAIN, *_SYSTEM, *_EVAL, *_EVAL_SETS, *_EVAL_TIMES))
 """The registry that sinks check against. A plug-in adds its own metrics with ``METRICS.register``."""
 
 

@@ -1,4 +1,7 @@
-"""The registry of metrics: what is logged must be registered with its meaning, and the docs page is made from it."""
+"""The registry of metrics: what is logged must be registered with its meaning, and the docs page is made from it.
+
+A family (``reward/part/<name>/mean``) stands for the metrics that have a name of the user's in that place.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Final
 from unison.config.names import did_you_mean
 from unison.core.errors import UnisonError
 
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
+_WORD: Final = r"[a-z][a-z0-9_]*"
+_PLACE: Final = re.compile(rf"<{_WORD}>")
+_NAME: Final = re.compile(rf"{_WORD}(/(?:{_WORD}|<{_WORD}>))+")
+_USERS_NAME: Final = r"[A-Za-z0-9_-]{1,64}"
 
 
 METRICS_PAGE: Final = "docs/metrics.md"
@@ -22,7 +28,10 @@ class MetricError(UnisonError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """``name`` is ``group/stat`` and never changes; ``healthy`` is the usual range, ``advice`` what to do outside."""
+    """``name`` is ``group/stat`` and never changes; ``healthy`` is the usual range, ``advice`` what to do outside.
+
+    A family has ``<...>`` where users' names go: 1 to 64 letters, digits, ``-`` or ``_``.
+    """
 
     name: str
     description: str
@@ -30,36 +39,56 @@ class Metric:
     healthy: str
     advice: str
 
+    @property
+    def is_family(self) -> bool:
+        return "<" in self.name
+
 
 class MetricRegistry:
     """Metrics by name. What is logged must be in here, so that no number goes unexplained."""
 
     def __init__(self, metrics: Iterable[Metric] = ()) -> None:
         self._metrics: dict[str, Metric] = {}
+        self._families: dict[str, re.Pattern[str]] = {}
         for metric in metrics:
             self.register(metric)
 
     def register(self, metric: Metric) -> None:
-        """Add a metric. Raises MetricError for a name already taken or not of the form group/stat."""
+        """Add a metric or a family of them. Raises MetricError for a name already taken or not of that form."""
         if not _NAME.fullmatch(metric.name):
-            raise MetricError(f"metric name {metric.name!r} must be of the form group/stat, in small letters")
+            raise MetricError(
+                f"metric name {metric.name!r} must be of the form group/stat, in small letters; "
+                "a name of the user's in it is written <name>"
+            )
         if metric.name in self._metrics:
             raise MetricError(f"metric {metric.name} is already registered; choose another name")
         self._metrics[metric.name] = metric
+        if metric.is_family:
+            self._families[metric.name] = re.compile(_PLACE.sub(_USERS_NAME, metric.name), re.ASCII)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise MetricError naming the first unknown name and the nearest known ones."""
         for name in names:
-            if name not in self._metrics:
+            if self._find(name) is None:
                 hint = did_you_mean(name, self._metrics) or "; register it with its meaning first"
                 raise MetricError(f"metric {name!r} is not registered{hint}")
 
     def __getitem__(self, name: str) -> Metric:
-        self.check([name])
-        return self._metrics[name]
+        found = self._find(name)
+        if found is None:
+            self.check([name])
+            raise AssertionError("check has raised")
+        return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._metrics
+        return isinstance(name, str) and self._find(name) is not None
+
+    def _find(self, name: str) -> Metric | None:
+        """The metric of that very name, else the first family it belongs to; a family itself is no metric."""
+        exact = self._metrics.get(name)
+        if exact is not None:
+            return None if exact.is_family else exact
+        return next((self._metrics[family] for family, form in self._families.items() if form.fullmatch(name)), None)
 
     def __iter__(self) -> Iterator[Metric]:
         return iter(self._metrics.values())
@@ -100,7 +129,7 @@ _INTRODUCTION: Final = """\
 
 `metrics.jsonl` in the run folder holds one JSON object a step: `step` and the metrics below by name. Names are
 stable. A value that is not finite is written as `null` and its name is listed under `non_finite`. A metric that does
-not apply to a step (an evaluation that was not due) is left out. Each metric has an anchor, its name with a dash for
-the slash: `docs/metrics.md#train-entropy`. Alarms link to it; what they watch and when they speak stands in
-[trackers.md](trackers.md#alarms).
+not apply to a step (an evaluation that was not due) is left out. A name in angle brackets stands for one of yours. Each
+metric has an anchor, its name with a dash for the slash: `docs/metrics.md#train-entropy`. Alarms link to it; what they
+watch and when they speak stands in [trackers.md](trackers.md#alarms).
 """

@@ -1,1 +1,1 @@
-"""Other processes: workers with deadlines, and signals to this one."""
+"""Worker processes that can be killed without loss, and signals to this one."""

@@ -1,121 +1,112 @@
-"""Reward functions: what they look like, and how one is found and checked before the run starts.
-
-A reward function has one of two forms, told apart by the name of its first parameter:
-
-    def reward(samples, **options) -> list[float | None]    # first parameter is called `samples`
-    def reward(text, label, **options) -> float | None      # any other name: called for each sample
-
-A sample has ``text`` (the response), ``metadata["label"]`` and ``metadata["prompt"]``. None means
-"no opinion". Options come from the configuration as keyword arguments.
-"""
+"""How a reward is found by name and checked before the run starts. ``unison.rewards.forms`` says what it looks like."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
-from unison.config.names import did_you_mean
-from unison.config.schema import RewardConfig
+import msgspec
+
+from unison.config.checks import check_reward
+from unison.config.schema import RewardConfig, RewardPartConfig
 from unison.core.errors import RewardError
-from unison.core.protocols import Grader
-from unison.core.records import Sample
+from unison.rewards.combined import CombinedReward, WeightedReward, as_grader
+from unison.rewards.forms import FunctionGrader, RewardFunction
 from unison.rewards.plugins import Registry
 
-RewardFunction = Callable[..., Any]
+__all__ = ["FunctionGrader", "PartSpec", "RewardFunction", "as_grader", "load_reward", "open_reward", "register_reward"]
 
 _registry: Registry[RewardFunction] = Registry(
-    "reward function", RewardError, {"exact_answer": "unison.rewards.exact:exact_answer"}
+    "reward function",
+    RewardError,
+    {
+        "exact_answer": "unison.rewards.exact:exact_answer",
+        "code_tests": "unison.rewards.code:code_tests",
+        "exact_match": "unison.rewards.words:exact_match",
+        "f1": "unison.rewards.words:f1",
+        "format_tags": "unison.rewards.tags:format_tags",
+        "http": "unison.rewards.remote:http",
+        "json_schema": "unison.rewards.schema:json_schema",
+        "math_answer": "unison.rewards.mathematics:math_answer",
+        "multiple_choice": "unison.rewards.choice:multiple_choice",
+        "reasoning_gym": "unison.rewards.reasoning:reasoning_gym",
+    },
 )
 register_reward: Final = _registry.register
 
 
-class FunctionGrader:
-    """A reward function with its options, as a Grader.
+class PartSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One part as configured, in plain data: what a worker process needs to load it."""
 
-    ``per_sample`` tells that samples are scored one by one anyway, so that one sample's failure is
-    known to be its own. What the function raises or returns goes through unchecked: ``score`` judges it.
+    function: str
+    weight: float = 1.0
+    options: dict[str, int | float | str | bool] = {}
+    label_column: str | None = None
+
+
+def load_reward(config: RewardConfig, label_column: str | None = None) -> WeightedReward:
+    """The configured reward: in processes of its own, or with ``isolation="none"`` in this one.
+
+    ``label_column`` is what the data calls its labels. Raises RewardError where a function cannot be found or called as
+    configured, ConfigError for settings that contradict each other. Whoever loads a reward closes it.
     """
+    check_reward(config)
+    named = bool(config.parts)
+    parts = config.parts or {config.function: RewardPartConfig(function=config.function, options=config.options)}
+    specs = {
+        name: PartSpec(function=part.function, options=part.options, weight=part.weight, label_column=label_column)
+        for name, part in parts.items()
+    }
+    if config.isolation == "none":
+        return open_reward(specs, named=named)
+    from unison.rewards.pooled import PooledReward
 
-    def __init__(self, name: str, function: RewardFunction, options: Mapping[str, Any] | None = None) -> None:
-        self.name = name
-        self._function = function
-        self._options = dict(options or {})
-        self.per_sample = _check_signature(name, function, self._options) == "per-sample"
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[float | None]:
-        if not self.per_sample:
-            scores: Sequence[float | None] = self._function(samples, **self._options)
-            return scores
-        return [self._function(sample.text, sample.metadata.get("label"), **self._options) for sample in samples]
+    specs = {name: msgspec.structs.replace(spec, function=_portable(spec.function)) for name, spec in specs.items()}
+    timeouts_s = {name: part.timeout_s for name, part in config.parts.items() if part.timeout_s is not None}
+    return PooledReward(config, specs, named=named, timeouts_s=timeouts_s)
 
 
-def load_reward(config: RewardConfig) -> Grader:
-    """The configured reward. Raises RewardError where it cannot be found or called as configured."""
-    found = _registry.find(config.function)
-    if _is_combined(found):
-        if config.options:
+def open_reward(specs: Mapping[str, PartSpec], *, named: bool) -> CombinedReward:
+    """The functions of the parts, loaded here. Raises RewardError."""
+    if not named:
+        ((name, spec),) = specs.items()
+        found = _registry.find(spec.function)
+        if isinstance(found, CombinedReward):
+            _refuse_options(name, spec)
+            return found
+        return CombinedReward({name: (_grader(name, spec, found), spec.weight)}, named=False)
+    graders = {}
+    for name, spec in specs.items():
+        found = _registry.find(spec.function)
+        if isinstance(found, CombinedReward):
             raise RewardError(
-                f"the reward {config.function!r} is a combination, which takes no options; "
-                "give its parts their settings where they are combined"
+                f"reward.parts.{name}.function={spec.function!r} is itself a combination; name its parts one by one"
             )
-        grader: Grader = found
-        return grader
-    return FunctionGrader(config.function, found, config.options)
+        graders[name] = (_grader(spec.function, spec, found), spec.weight)
+    return CombinedReward(graders)
 
 
-def as_grader(name: str, reward: Grader | RewardFunction) -> Grader:
-    """A plain function wrapped as a Grader; Graders of ours as they are."""
-    if isinstance(reward, FunctionGrader) or _is_combined(reward):
-        return reward
-    return FunctionGrader(name, reward)
+def _grader(name: str, spec: PartSpec, found: RewardFunction) -> FunctionGrader:
+    return FunctionGrader(name, found, spec.options, spec.label_column)
 
 
-def _is_combined(reward: object) -> bool:
-    """Whether it is made by ``combine``, whose parts are scored one by one."""
-    return getattr(reward, "parts", None) is not None
-
-
-def _check_signature(name: str, function: RewardFunction, options: Mapping[str, Any]) -> str:
-    """The function's form, ``batch`` or ``per-sample``. Raises RewardError where the call cannot work."""
-    if not callable(function) or inspect.isclass(function):
-        raise RewardError(f"the reward {name!r} is a {_kind_of(function)}; name a function, or an object to be called")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise RewardError(f"the reward {name!r} is async; make it a plain function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError as error:
-        raise RewardError(f"the reward {name!r} has no readable signature; wrap it in a function") from error
-    first = next(iter(signature.parameters), None)
-    num_given = 1 if first == "samples" else 2
-    _check_options(name, signature, options, num_given)
-    try:
-        signature.bind(*[None] * num_given, **options)
-    except TypeError as error:
-        wanted = "(samples, **options)" if num_given == 1 else "(text, label, **options)"
+def _refuse_options(name: str, spec: PartSpec) -> None:
+    if spec.options:
         raise RewardError(
-            f"the reward {name!r} has the signature {signature}, which cannot be called as {wanted}: {error}"
-        ) from error
-    return "batch" if num_given == 1 else "per-sample"
+            f"the reward {name!r} is a combination, which takes no options; "
+            "give its parts their settings where they are combined"
+        )
 
 
-def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], num_given: int) -> None:
-    parameters = list(signature.parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    accepted = [
-        parameter.name
-        for index, parameter in enumerate(parameters)
-        if parameter.kind is parameter.KEYWORD_ONLY
-        or (parameter.kind is parameter.POSITIONAL_OR_KEYWORD and index >= num_given)
-    ]
-    for option in options:
-        if option not in accepted:
-            raise RewardError(
-                f"the reward {name!r} takes no option {option!r}{did_you_mean(option, accepted)}"
-                f" (it takes {', '.join(accepted) or 'none'})"
-            )
-
-
-def _kind_of(value: object) -> str:
-    return "class" if inspect.isclass(value) else type(value).__name__
+def _portable(name: str) -> str:
+    """The name under which a worker process finds it: what was registered in this process has its module's."""
+    registered = _registry.parts.get(name)
+    if registered is None:
+        return name
+    module, qualified = getattr(registered, "__module__", None), getattr(registered, "__qualname__", "<none>")
+    if module in (None, "__main__") or "<" in qualified:
+        raise RewardError(
+            f"the reward {name!r} is registered in this process alone, where no grader process finds it; define it at "
+            'the top of a module, or set reward.isolation="none"'
+        )
+    return f"{module}:{qualified}"

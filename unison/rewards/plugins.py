@@ -21,27 +21,28 @@ class Registry(Generic[T]):
         self._kind = kind
         self._error = error
         self._paths = dict(builtin or {})
-        self._parts: dict[str, T] = {}
+        self.parts: dict[str, T] = {}
+        """Those registered in this process, beside the built-in ones."""
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that makes a part known under ``name``. Raises the registry's error if it is taken."""
 
         def decorate(part: T) -> T:
-            if name in self._parts or name in self._paths:
+            if name in self.parts or name in self._paths:
                 raise self._error(f"the {self._kind} {name!r} is registered already; choose another name")
-            self._parts[name] = part
+            self.parts[name] = part
             return part
 
         return decorate
 
     @property
     def names(self) -> list[str]:
-        return sorted({*self._parts, *self._paths})
+        return sorted({*self.parts, *self._paths})
 
     def find(self, name: str) -> T:
         """The part called ``name``, or the object at ``module:object``. Raises the registry's error."""
-        if name in self._parts:
-            return self._parts[name]
+        if name in self.parts:
+            return self.parts[name]
         if name in self._paths or ":" in name:
             part: T = load_object(self._paths.get(name, name), kind=self._kind, error=self._error)
             return part

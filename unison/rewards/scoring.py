@@ -1,26 +1,23 @@
-"""Scoring: every sample gets a reward, or a reason why it has none. One failure never ends a run.
-
-Reward functions run in this process, without a time limit.
-"""
+"""Scoring: every sample gets a reward, or a reason why it has none. One failure never ends a run."""
 
 from __future__ import annotations
 
 import math
-import traceback
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from unison.core.errors import RewardError
 from unison.core.protocols import Grader
-from unison.core.records import MAX_ABS_REWARD, Sample, SampleStatus
-from unison.rewards.base import RewardFunction, as_grader
+from unison.core.records import Sample, SampleStatus
+from unison.rewards.combined import CombinedReward, Unit, WeightedReward, as_weighted, combine
+from unison.rewards.forms import RewardFunction, cut
+from unison.rewards.outcomes import Failure, Outcome
+
+__all__ = ["CombinedReward", "RewardFailure", "RewardReport", "combine", "score"]
 
 _SCORED: Final = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
-_MAX_REASON_CHARS: Final = 300
+_RETRIED_ONE_BY_ONE: Final = ("batch", "trl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,63 +40,56 @@ class RewardReport:
     """One for each unscorable sample."""
     batch_errors: tuple[str, ...] = ()
     """Errors of whole batch calls, whose samples were then scored one by one."""
+    num_timeouts: int = 0
+    """Calls that ran past their deadline, those of whole batches included."""
+    num_crashes: int = 0
+    """Calls whose grader ran out of memory or died."""
+    num_restarts: int = 0
+    """Grader processes replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    reason: str
+def merge_reports(reports: Sequence[RewardReport]) -> RewardReport:
+    """One report of several calls over different samples."""
+    return RewardReport(
+        num_scored=sum(report.num_scored for report in reports),
+        num_unscorable=sum(report.num_unscorable for report in reports),
+        num_left_out=sum(report.num_left_out for report in reports),
+        failures=tuple(failure for report in reports for failure in report.failures),
+        batch_errors=tuple(error for report in reports for error in report.batch_errors),
+        num_timeouts=sum(report.num_timeouts for report in reports),
+        num_crashes=sum(report.num_crashes for report in reports),
+        num_restarts=sum(report.num_restarts for report in reports),
+    )
 
 
-class CombinedReward:
-    """A weighted sum of rewards. None is no opinion: the others decide; None from all is None."""
+@dataclass(slots=True)
+class _Calls:
+    """What happened in the calls of one ``score``."""
 
-    def __init__(self, parts: Mapping[str, tuple[Grader, float]]) -> None:
-        self.parts = dict(parts)
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[float | None]:
-        columns = {name: grader(samples) for name, (grader, _) in self.parts.items()}
-        return [self.total({name: column[i] for name, column in columns.items()}) for i in range(len(samples))]
-
-    def total(self, values: Mapping[str, float | None]) -> float | None:
-        """The weighted sum of one sample's values."""
-        terms = [self.parts[name][1] * value for name, value in values.items() if value is not None]
-        return sum(terms) if terms else None
-
-
-def combine(parts: Mapping[str, tuple[Grader | RewardFunction, float]]) -> CombinedReward:
-    """A reward that adds up several: ``combine({"exact": (exact_answer, 1.0), "short": (short, 0.1)})``.
-
-    Raises RewardError where there is no part, a weight is no finite number, or parts are nested.
-    """
-    if not parts:
-        raise RewardError("combine needs at least one reward")
-    for name, (reward, weight) in parts.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise RewardError(f"the weight of reward {name!r} is {weight!r}; it must be a finite number")
-        if isinstance(reward, CombinedReward):
-            raise RewardError(f"the reward {name!r} is itself combined; put its parts into one combine")
-    return CombinedReward({name: (as_grader(name, reward), weight) for name, (reward, weight) in parts.items()})
+    batch_errors: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
 
 
 def score(samples: Sequence[Sample], reward: Grader | RewardFunction) -> RewardReport:
     """Fill ``reward`` and ``reward_parts`` of each finished sample, in place.
 
     A sample for which a reward raises, returns something that is no finite number, or for which
-    all rewards are None, becomes ``UNSCORABLE`` with ``error`` set. Where a batch function raises,
-    its samples are scored again one by one, so that only those at fault are lost.
+    all rewards are None, becomes ``UNSCORABLE`` with ``error`` set; so does one whose grader ran out of time or memory
+    or died, unless the reward counts that as 0. Where a function over many samples fails,
+    its samples are scored again one by one, so that only those at fault are lost; a group is lost as a whole.
     Raises RewardError where a function returns the wrong number of scores, or a sample is pending.
     """
     pending = [sample.sample_id for sample in samples if sample.status is SampleStatus.PENDING]
     if pending:
         raise RewardError(f"sample {pending[0]} is still pending; only finished samples can be scored")
     chosen = [sample for sample in samples if sample.status in _SCORED]
-    grader = as_grader(_name_of(reward), reward)
-    combined = grader if isinstance(grader, CombinedReward) else CombinedReward({_name_of(grader): (grader, 1.0)})
-    batch_errors: list[str] = []
-    columns = {name: _outcomes(name, part, chosen, batch_errors) for name, (part, _) in combined.parts.items()}
+    weighted = as_weighted(reward)
+    num_restarts = weighted.num_restarts
+    calls = _Calls()
+    columns = _columns(weighted, chosen, calls)
     failures = []
     for i, sample in enumerate(chosen):
-        reason = _settle(sample, {name: column[i] for name, column in columns.items()}, combined)
+        reason = _settle(sample, {name: column[i] for name, column in columns.items()}, weighted)
         if reason is not None:
             failures.append(RewardFailure(sample.sample_id, reason))
     return RewardReport(
@@ -107,15 +97,40 @@ def score(samples: Sequence[Sample], reward: Grader | RewardFunction) -> RewardR
         num_unscorable=len(failures),
         num_left_out=len(samples) - len(chosen),
         failures=tuple(failures),
-        batch_errors=tuple(batch_errors),
+        batch_errors=tuple(calls.batch_errors),
+        num_timeouts=calls.kinds.count("timeout"),
+        num_crashes=calls.kinds.count("memory") + calls.kinds.count("crash"),
+        num_restarts=weighted.num_restarts - num_restarts,
     )
 
 
-def _settle(sample: Sample, outcomes: Mapping[str, float | _Failed | None], combined: CombinedReward) -> str | None:
+def _columns(weighted: WeightedReward, samples: Sequence[Sample], calls: _Calls) -> dict[str, list[Outcome]]:
+    """Each part's outcome for each sample."""
+    columns: dict[str, list[Outcome]] = {name: [None] * len(samples) for name in weighted.weights}
+    units = [Unit(name, tuple(places)) for name, form in weighted.forms.items() for places in cut(form, samples)]
+    while units:
+        again: list[Unit] = []
+        for unit, found in zip(units, weighted.grade(units, samples), strict=True):
+            if isinstance(found, Failure):
+                calls.kinds.append(found.kind)
+                if len(unit.indices) > 1 and weighted.forms[unit.part] in _RETRIED_ONE_BY_ONE:
+                    calls.batch_errors.append(f"{unit.part}: {found.reason}")
+                    again += [Unit(unit.part, (i,)) for i in unit.indices]
+                    continue
+                found = [found] * len(unit.indices)
+            for i, outcome in zip(unit.indices, found, strict=True):
+                columns[unit.part][i] = outcome
+        units = again
+    return columns
+
+
+def _settle(sample: Sample, outcomes: Mapping[str, Outcome], weighted: WeightedReward) -> str | None:
     """Write one sample's result; the reason if it is unscorable."""
-    values = {name: None if isinstance(value, _Failed) else value for name, value in outcomes.items()}
-    reasons = [f"{name}: {value.reason}" for name, value in outcomes.items() if isinstance(value, _Failed)]
-    total = combined.total(values)
+    if weighted.on_timeout == "zero":
+        outcomes = {name: _zero_if_ran_out(value) for name, value in outcomes.items()}
+    values = {name: None if isinstance(value, Failure) else value for name, value in outcomes.items()}
+    reasons = [f"{name}: {value.reason}" for name, value in outcomes.items() if isinstance(value, Failure)]
+    total = weighted.total(values)
     if not reasons and total is None:
         reasons = [f"no opinion from {', '.join(outcomes)}"]
     elif not reasons and not math.isfinite(total or 0.0):
@@ -130,93 +145,5 @@ def _settle(sample: Sample, outcomes: Mapping[str, float | _Failed | None], comb
     return sample.error
 
 
-def _outcomes(
-    name: str, grader: Grader, samples: Sequence[Sample], batch_errors: list[str]
-) -> list[float | _Failed | None]:
-    if not samples:
-        return []
-    if getattr(grader, "per_sample", False):
-        return [_one(name, grader, sample) for sample in samples]
-    scores = _call(name, grader, samples)
-    if not isinstance(scores, _Failed):
-        return [_checked(value) for value in _counted(name, scores, len(samples))]
-    batch_errors.append(f"{name}: {scores.reason}")
-    return [_one(name, grader, sample) for sample in samples]
-
-
-def _one(name: str, grader: Grader, sample: Sample) -> float | _Failed | None:
-    scores = _call(name, grader, [sample])
-    return scores if isinstance(scores, _Failed) else _checked(_counted(name, scores, 1)[0])
-
-
-def _call(name: str, grader: Grader, samples: Sequence[Sample]) -> Any:
-    """What the function returned, as a list where it can be one; or that it raised, which its caller reports."""
-    before = [(list(sample.token_ids), _bits(sample.logprobs)) for sample in samples]
-    try:
-        # A list of its own: a function that sorts or empties it must not move rewards to other samples.
-        scores: Any = grader(list(samples))
-        if isinstance(scores, Iterable) and not isinstance(scores, (str, bytes, Mapping)):
-            scores = list(scores)
-    except (Exception, SystemExit) as error:
-        scores = _failed(f"{type(error).__name__}: {_text(error)}{_place(error)}")
-    for sample, (token_ids, logprobs) in zip(samples, before, strict=True):
-        if sample.token_ids != token_ids or _bits(sample.logprobs) != logprobs:
-            raise RewardError(
-                f"the reward {name!r} changed the tokens or log-probs of {sample.sample_id}; it may only read"
-            )
-    return scores
-
-
-def _bits(logprobs: Sequence[float]) -> bytes:
-    return array("d", logprobs).tobytes()
-
-
-def _place(error: BaseException) -> str:
-    """Where in the user's code the error arose."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-
-
-def _text(value: object) -> str:
-    """The value as text, even where its own code fails."""
-    try:
-        return str(value)
-    except Exception as error:  # a user's __str__ may raise anything; the sample is unscorable all the same
-        return f"<no text: {type(error).__name__}>"
-
-
-def _counted(name: str, scores: Any, expected: int) -> list[Any]:
-    if isinstance(scores, (str, bytes, Mapping)) or not isinstance(scores, Iterable):
-        raise RewardError(f"the reward {name!r} returned a {type(scores).__name__}; it must return a list of scores")
-    values = list(scores)
-    if len(values) != expected:
-        raise RewardError(f"the reward {name!r} returned {len(values)} scores for {expected} samples")
-    return values
-
-
-def _checked(value: Any) -> float | _Failed | None:
-    """A returned score as a float. Scalars of numpy and torch are taken by their ``item``."""
-    if value is None:
-        return None
-    if not isinstance(value, Real) and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (RuntimeError, TypeError, ValueError) as error:
-            return _failed(f"returned a {type(value).__name__} that is no single number: {error}")
-    if not isinstance(value, Real):
-        return _failed(f"returned a {type(value).__name__}, {_text(value)}; a score is a number or None")
-    try:
-        number = float(value)
-    except (OverflowError, ValueError) as error:
-        return _failed(f"returned a number that no float holds: {error}")
-    if not abs(number) <= MAX_ABS_REWARD:
-        return _failed(f"returned {number}; a score is a finite number of at most {MAX_ABS_REWARD:g} in size")
-    return number
-
-
-def _failed(reason: str) -> _Failed:
-    return _Failed(reason[:_MAX_REASON_CHARS])
-
-
-def _name_of(reward: Grader | RewardFunction) -> str:
-    return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
+def _zero_if_ran_out(outcome: Outcome) -> Outcome:
+    return 0.0 if isinstance(outcome, Failure) and outcome.ran_out else outcome

@@ -47,9 +47,7 @@ def finish(
             problem = error
     if parts.config.log.plot:
         _draw_plot(folder, parts.config.run.name, progress)
-    if problem is None:
-        # Its being there says that nothing is left to do when the run is started once more.
-        _write_summary(folder, _summary(parts, result, seconds), progress)
+    _write_summary(folder, _summary(parts, result, seconds), progress)
     folder.event("finished", step=parts.config.trainer.steps, weights_digest=result.weights_digest)
     for line in _last_words(folder, parts.config, result, seconds):
         progress.print(line)

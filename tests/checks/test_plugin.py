@@ -237,11 +237,17 @@ def test_a_rollout_function_that_breaks_the_tokens_is_found_out(
     assert not passed and complaint in said, said
 
 
-def test_batch_forms_of_a_reward_pass_as_well(module: Write) -> None:
-    passed, said = checked(
-        f"{module('def good(samples, *, most=3): return [None if not s.text else 1 for s in samples]')}:good"
-    )
-    assert passed and "once for all samples" in said
+@pytest.mark.parametrize(
+    ("code", "form"),
+    [
+        ("def good(samples, *, most=3): return [None if not s.text else 1 for s in samples]", "once for all samples"),
+        ("def good(group): return [float(len(s.text)) for s in group]", "once for each prompt's samples"),
+        ("def good(prompts, completions, **kwargs): return [float(len(text)) for text in completions]", "TRL's"),
+    ],
+)
+def test_every_form_of_a_reward_passes(code: str, form: str, module: Write) -> None:
+    passed, said = checked(f"{module(code)}:good")
+    assert passed and form in said
 
 
 def test_options_are_given_and_unknown_ones_are_a_problem(module: Write, capsys: pytest.CaptureFixture[str]) -> None:

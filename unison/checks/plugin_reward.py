@@ -78,16 +78,13 @@ def _sample(copy: int, text: str, label: Any) -> Sample:
 
 
 def _form_of(grader: Grader) -> str:
-    form = getattr(grader, "form", None)
-    if form is None:
-        form = {True: "sample", False: "batch"}.get(getattr(grader, "per_sample", None))  # type: ignore[arg-type]
     calls = {
         "sample": ": (text, label), once for each sample",
         "batch": ": (samples), once for all samples",
         "group": ": (group), once for each prompt's samples",
         "trl": ": TRL's, once for all samples",
     }
-    return calls.get(str(form), "")
+    return calls.get(str(getattr(grader, "form", "")), "")
 
 
 def _check_other_process(report: Report, path: str) -> None:

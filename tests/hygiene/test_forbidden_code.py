@@ -33,6 +33,7 @@ INSIDE_SANDBOX = {"unison/rewards/code_driver.py": "compiles the tests of a func
 """Scripts that run in a sandbox only, and may do there what no module may -> why. No module imports them."""
 BROAD = {"Exception", "BaseException"}
 BROAD_HANDLERS = {
+    "unison/checks/plugin_report.py:call": "the result of the check: shown as a problem",
     "unison/checkpoint/save.py:Saver._run": "kept, and raised as a CheckpointError by the next call",
     "unison/rewards/reasoning.py:reasoning_gym": "the answer is wrong; where the entry's own fails too, it raises",
     "unison/engine/client.py:InProcessClient._take_requests": "handed to whoever awaits that request",

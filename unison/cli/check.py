@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from unison.cli.arguments import ArgumentParser
+from unison.config.fields import known_field
 from unison.config.names import did_you_mean
+from unison.config.values import parse_option
 from unison.core.errors import ConfigError
 
-CHECKS: Final = {"exactness": "every log-prob of rollout equals training's bit for bit, whatever the circumstances"}
+CHECKS: Final = {
+    "exactness": "every log-prob of rollout equals training's bit for bit, whatever the circumstances",
+    "plugin": "a reward, source, rollout, filter, hook or tracker of your own keeps its contract",
+}
 
 EXAMPLES: Final = """\
 The exit code is 0 where all cells are exactly equal, 1 where any is not.
@@ -17,6 +22,15 @@ The exit code is 0 where all cells are exactly equal, 1 where any is not.
 examples:
   unison check exactness --model smollm2-135m
   unison check exactness --model my-model --dtype float32 --quick
+"""
+
+PLUGIN_EXAMPLES: Final = """\
+Without --kind it is told from the signature, and said. The object is run, with all rights of this process. The exit
+code is 0 where there is no problem, 1 where there is any. What each kind looks like: docs/plugins.md.
+
+examples:
+  unison check plugin my_module:my_reward
+  unison check plugin my_module:keep --kind filter
 """
 
 USAGE: Final = """\
@@ -32,12 +46,12 @@ checks:
 def run(arguments: Sequence[str]) -> int:
     """Run a check; returns 1 where it did not pass."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE.format(checks="\n".join(f"  {name}  {text}" for name, text in CHECKS.items())), end="")
+        print(USAGE.format(checks="\n".join(f"  {name:<9}  {text}" for name, text in CHECKS.items())), end="")
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in CHECKS:
         raise ConfigError(f"unison check: unknown check {name!r}{did_you_mean(name, CHECKS)}; see unison check --help")
-    return _exactness(rest)
+    return _plugin(rest) if name == "plugin" else _exactness(rest)
 
 
 def _exactness(arguments: Sequence[str]) -> int:
@@ -52,3 +66,28 @@ def _exactness(arguments: Sequence[str]) -> int:
 
     report = run_exactness(options.model, dtype=options.dtype, quick=options.quick)
     return 0 if report.passed else 1
+
+
+def _plugin(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser("unison check plugin", f"Proves that {CHECKS['plugin']}.", PLUGIN_EXAMPLES)
+    parser.add_argument("object", metavar="MODULE:OBJECT", help="the object, in the current folder or installed")
+    parser.add_argument("--kind", metavar="K", help="reward, source, rollout, filter, hook or tracker")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option it is configured with; repeatable",
+    )
+    options = parser.parse(arguments)
+    from unison.checks.plugin import run_plugin_check
+
+    given = dict(_option(text) for text in options.option)
+    return 0 if run_plugin_check(options.object, options.kind, given).passed else 1
+
+
+def _option(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--option {text!r} must be NAME=VALUE")
+    return name, parse_option(known_field("reward.options"), name, value, "--option")

@@ -19,8 +19,12 @@ BROAD_HANDLERS = {
     "unison/engine/client.py:InProcessClient._take_requests": "handed to whoever awaits that request",
     "unison/observability/sinks.py:MultiSink.close": "counted in num_failures and warned of",
     "unison/observability/sinks.py:MultiSink.log": "counted in num_failures and warned of",
-    "unison/rewards/scoring.py:_call": "the samples become unscorable, with the reason, and are counted",
-    "unison/rewards/scoring.py:_text": "only replaces the text of an error that is counted all the same",
+    "unison/processes/faults.py:text_of": "only replaces the text of an error that is counted all the same",
+    "unison/processes/pool.py:_Place._open_first": "raised by whoever opens the pool",
+    "unison/processes/pool.py:_Place.serve": "raised by whoever waits for that call",
+    "unison/processes/worker.py:_answer": "the call's outcome, with the reason",
+    "unison/processes/worker.py:main": "the reason why the pool cannot be opened, and raised there",
+    "unison/rewards/combined.py:call": "the samples become unscorable, with the reason, and are counted",
 }
 """file:function that may catch any Exception without raising again -> where the error is counted or shown."""
 

@@ -167,7 +167,10 @@ def test_a_combination_takes_no_options(user_module: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"function": "m:f", "parts": {"a": RewardPartConfig(function="m:g")}}, "reward.function='m:f' and reward.parts"),
+        (
+            {"function": "m:f", "parts": {"a": RewardPartConfig(function="m:g")}},
+            "reward.function='m:f' and reward.parts",
+        ),
         ({"options": {"x": 1}, "parts": {"a": RewardPartConfig(function="m:g")}}, "reward.options.*and reward.parts"),
         ({"isolation": "none", "timeout_s": 3.0}, "reward.timeout_s=3.0 has no effect"),
         ({"isolation": "none", "workers": 3}, "reward.workers=3 has no effect"),
@@ -181,7 +184,9 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
     with pytest.raises(ConfigError, match=told):
         load_reward(RewardConfig(**settings))
     with pytest.raises(ConfigError, match=told):
-        check_config(TrainConfig(model=ModelConfig(path="m"), data=DataConfig(train="t"), reward=RewardConfig(**settings)))
+        check_config(
+            TrainConfig(model=ModelConfig(path="m"), data=DataConfig(train="t"), reward=RewardConfig(**settings))
+        )
 
 
 def test_a_part_that_is_a_combination_is_refused(user_module: str) -> None:

@@ -69,8 +69,8 @@ def check_reward(reward: RewardConfig) -> None:
         value = getattr(reward, key)
         if reward.parts and value != getattr(neutral, key):
             raise ConfigError(
-                f"reward.{key}={value!r} and reward.parts are both given; make the function one of the parts, or remove "
-                "the parts"
+                f"reward.{key}={value!r} and reward.parts are both given; make the function one of the parts, or "
+                "remove the parts"
             )
     if reward.isolation == "process":
         return

@@ -47,7 +47,7 @@ class WeightedReward(ABC):
         """Grader processes replaced so far."""
         return 0
 
-    def close(self) -> None:  # noqa: B027: nothing to close is the usual case, not a missing method
+    def close(self) -> None:  # noqa: B027  # nothing to close is the usual case
         """End what runs for it."""
 
     def total(self, values: Mapping[str, float | None]) -> float | None:

@@ -82,7 +82,7 @@ class HttpReward:
         concurrency: int = 8,
         header: str = "Authorization",
         header_env: str = "",
-    ) -> list[float | None | ServerError]:
+    ) -> list[float | ServerError | None]:
         """Scores; a ServerError in the place of a sample that got none.
 
         ``timeout_s`` bounds one try; ``header`` is sent with the value of the environment variable ``header_env``.
@@ -135,7 +135,7 @@ def _body(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _post_one(client: Any, settings: _Settings, body: dict[str, Any]) -> float | None | ServerError:
+def _post_one(client: Any, settings: _Settings, body: dict[str, Any]) -> float | ServerError | None:
     try:
         return _post(client, settings, body, 1)[0]
     except ServerError as error:

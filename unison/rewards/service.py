@@ -49,9 +49,7 @@ class RewardService:
 
     def __init__(self, parts: Parts) -> None:
         self._reward = open_reward(parts.specs, named=parts.named)
-        self.description = msgspec.msgpack.encode(
-            Opened(self._reward.weights, self._reward.forms, self._reward.named)
-        )
+        self.description = msgspec.msgpack.encode(Opened(self._reward.weights, self._reward.forms, self._reward.named))
 
     def __call__(self, payload: bytes) -> bytes:
         request = msgspec.msgpack.decode(payload, type=GradeCall)

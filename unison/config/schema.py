@@ -154,10 +154,12 @@ class RewardConfig(Section, frozen=True, kw_only=True):
         Literal["process", "none"],
         Meta(description="process: graders run in processes of their own that can be killed. none: in this one."),
     ] = "process"
-    timeout_s: Annotated[float, Meta(gt=0, le=86400, description="Deadline in seconds of grading one sample.")] = 10.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=86400, description="Deadline in seconds of one call: a sample, a group or a batch.")
+    ] = 10.0
     on_timeout: Annotated[
         Literal["unscorable", "zero"],
-        Meta(description="A sample whose grader ran out of time or memory: left out and counted, or given 0."),
+        Meta(description="A sample whose grader ran out of time or memory, or died: left out and counted, or given 0."),
     ] = "unscorable"
     workers: Annotated[int, Meta(ge=1, le=256, description="Grader processes that run at once.")] = 2
     memory_mb: Annotated[int, Meta(ge=64, description="Memory limit of one grader process, in MB.")] = 4096

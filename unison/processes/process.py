@@ -182,7 +182,7 @@ class WorkerProcess:
             raise GoneError(f"it wrote what is no reply: {error}") from error
 
     def _wait(self, until: float, wanted: tuple[int, int]) -> set[int]:
-        """Descriptors that something can be done with. Raises LateError at ``until``; reads what is printed."""
+        """Descriptors that are ready. Raises LateError at ``until``; reads what is printed meanwhile."""
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise LateError

@@ -81,7 +81,16 @@ def test_permutations_are_even() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"length": 6}, {"seed": 8}, {"shuffle": False}, {"position": 7}, {"epoch": -1}, {"position": True}]
+    "change",
+    [
+        {"length": 6},
+        {"seed": 8},
+        {"shuffle": False},
+        {"position": 8},
+        {"epoch": -1},
+        {"position": True},
+        {"resting": [0]},
+    ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, object]) -> None:
     cursor = PromptCursor(numbered(7), 9, True)

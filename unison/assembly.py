@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -12,10 +13,10 @@ from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
 from unison.core.protocols import Grader
 from unison.core.sampling import SamplingParams
-from unison.core.seeds import derive_seed
-from unison.data.cursor import PromptCursor
-from unison.data.prompts import EncodedPrompt, EncodedPrompts, encode_all
+from unison.data.cursor import Cursor
+from unison.data.prompts import EncodedPrompt, encode_all
 from unison.data.source import load_source
+from unison.data.training import TrainingPrompts, open_training, summary
 from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
 from unison.engine.engine import Engine
@@ -43,25 +44,30 @@ class Parts:
     engine: Engine
     client: InProcessClient
     trainer: Trainer
-    prompts: EncodedPrompts
-    cursor: PromptCursor
+    prompts: TrainingPrompts
     eval_tasks: list[PromptTask]
     reward: Grader
     estimator: AdvantageEstimator
     sampling: SamplingParams
-    num_bad_rows: int
-    longest_prompt: int
-    """In tokens, over the training prompts."""
     notes: list[str]
     """Automatic choices and what was skipped, for people."""
 
     def draw(self) -> list[PromptTask]:
         """The next prompts of the run, each keyed by row and epoch: a prompt drawn again gets new noise."""
-        return [prompt_task(p) for p in self.prompts.draw(self.cursor, self.config.rollout.prompts_per_step)]
+        return [prompt_task(p) for p in self.prompts.draw(self.config.rollout.prompts_per_step)]
 
     @property
     def num_skipped(self) -> int:
-        return self.num_bad_rows + len(self.prompts.skipped)
+        return self.prompts.num_skipped
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.prompts.cursor
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens, over the training prompts that were looked at."""
+        return self.prompts.longest
 
 
 def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
@@ -73,15 +79,10 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     folder = resolve_model(config.model.path)
     spec = read_spec(read_config(folder))
     tokenizer = _tokenizer(folder)
-    notes: list[str] = []
-    source = load_source(config.data, "train", config.run.seed)
-    prompts = encode_all(source, tokenizer, config.data)
-    # Encoded once here, so that a prompt that cannot be used stops the run before it starts.
-    longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    prompts = open_training(config.data, tokenizer, config.run.seed, held_out=config.eval.problems > 0)
+    notes = list(prompts.notes)
     eval_tasks = _eval_tasks(config, tokenizer, notes)
-    bad_rows = list(getattr(source, "skipped", ()))
-    notes += [f"skipped: {line}" for line in bad_rows]
-    _check_context(config, spec, longest_prompt, eval_tasks)
+    _check_context(config, spec, prompts.longest, eval_tasks)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
     engine = _engine(config, folder, choice, tokenizer)
     notes += [*choice.notes, *engine.notes]
@@ -94,13 +95,10 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         client=InProcessClient(engine),
         trainer=_trainer(config, folder, choice, dump_dir),
         prompts=prompts,
-        cursor=PromptCursor(source, derive_seed(config.run.seed, "order"), config.data.shuffle),
         eval_tasks=eval_tasks,
         reward=reward,
         estimator=estimator,
         sampling=training_sampling(config.rollout),
-        num_bad_rows=len(bad_rows),
-        longest_prompt=longest_prompt,
         notes=notes,
     )
 
@@ -163,11 +161,14 @@ def _eval_tasks(config: TrainConfig, tokenizer: Tokenizer, notes: list[str]) -> 
             notes.append("data.eval is set but eval.problems=0: nothing is evaluated.")
         return []
     source = load_source(config.data, "eval", config.run.seed)
-    notes += [f"skipped: {line}" for line in getattr(source, "skipped", ())]
-    tasks = [prompt_task(prompt) for prompt in encode_all(source, tokenizer, config.data)]
+    bad_rows = list(getattr(source, "skipped", ()))
+    prompts = encode_all(source, tokenizer, config.data)
+    tasks = [prompt_task(prompt) for prompt in islice(prompts, config.eval.problems)]
+    for reason, lines in (("held out, broken", bad_rows), ("held out, for their length", prompts.skipped)):
+        notes += summary(reason, lines) if lines else []
     if len(tasks) < config.eval.problems:
         notes.append(f"eval.problems={config.eval.problems}, but the held-out set has {len(tasks)}; all are used.")
-    return tasks[: config.eval.problems]
+    return tasks
 
 
 def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer) -> Engine:

@@ -50,8 +50,6 @@ def _try_sampling(section: str, **settings: Any) -> None:
 
 def _check_data(config: TrainConfig) -> None:
     data = config.data
-    if data.mix:
-        _check_mixture(config)
     example = _NAMES_DATA.get(data.source)
     if example is None:
         return
@@ -66,12 +64,3 @@ def _check_data(config: TrainConfig) -> None:
 
 _NAMES_DATA: Final = {"jsonl": "FILE.jsonl", "parquet": "FILE.parquet", "datasets": "FOLDER_OR_NAME"}
 """Sources that read what data.train and data.eval name, with an example."""
-
-
-def _check_mixture(config: TrainConfig) -> None:
-    for name, part in config.data.mix.items():
-        if part.source in _NAMES_DATA and part.train is None:
-            raise ConfigError(
-                f"data.mix.{name}.source is {part.source}, but data.mix.{name}.train names no file; "
-                f"give --data.mix.{name}.train {_NAMES_DATA[part.source]}"
-            )

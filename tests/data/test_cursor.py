@@ -111,3 +111,18 @@ def test_a_cursor_is_stateful_and_needs_prompts() -> None:
         PromptCursor([], 0, True)
     with pytest.raises(ValueError, match="at least one"):
         PromptCursor(numbered(1), 0, True).next_batch(0)
+
+
+def test_a_changed_text_label_or_order_is_noticed() -> None:
+    rows = [PromptRow(str(i), f"prompt {i}", i) for i in range(3)]
+    state = PromptCursor(rows, 0, True).state_dict()
+    PromptCursor(list(rows), 0, True).load_state_dict(state)
+    changes = [
+        [*rows[:2], PromptRow("2", "other", 2)],
+        [*rows[:2], PromptRow("2", "prompt 2", "2")],
+        [*rows[:2], PromptRow("9", "prompt 2", 2)],
+        rows[::-1],
+    ]
+    for changed in changes:
+        with pytest.raises(DataError, match="texts, labels or order have changed"):
+            PromptCursor(changed, 0, True).load_state_dict(state)

@@ -131,16 +131,22 @@ def test_parts_and_held_out_data_of_one_source_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("truncate_left", "34567"), ("truncate_right", "12345"), ("truncate_middle", "12367")]
+    ("how", "kept"),
+    [("truncate_left", [2, 3, 4, 5, 6]), ("truncate_right", [0, 1, 2, 3, 4]), ("truncate_middle", [0, 1, 2, 5, 6])],
 )
-def test_long_raw_prompts_lose_the_tokens_that_are_asked_for(tmp_path: Path, how: Any, expected: str) -> None:
-    path = write(tmp_path / "a.jsonl", ["1234567", "xy"])
+def test_long_raw_prompts_lose_the_tokens_that_are_asked_for(tmp_path: Path, how: Any, kept: list[int]) -> None:
+    text = "x1y2z3w"
+    ids = PLAIN.encode(text)
+    assert len(set(ids)) == 7
+    path = write(tmp_path / "a.jsonl", [text, "xy"])
     prompts = opened(DataConfig(train=path, max_prompt_tokens=5, on_long_prompt=how, shuffle=False))
     first, second = prompts.draw(2)
-    assert (PLAIN.decode(first.token_ids), PLAIN.decode(second.token_ids)) == (expected, "xy")
-    assert first.row.prompt == "1234567"
+    assert (first.token_ids, second.token_ids) == ([ids[place] for place in kept], PLAIN.encode("xy"))
+    assert first.row.prompt == text
     assert prompts.num_skipped == 0
-    assert any("1 prompts are cut to 5 tokens" in note and "a.jsonl:1 with its 7" in note for note in prompts.notes)
+    assert prompts.notes == [
+        f"prompts cut to 5 tokens by data.on_long_prompt={how}: 1, the first of them a.jsonl:1 with its 7 tokens"
+    ]
 
 
 def test_a_chat_is_never_cut(tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ def _notes(
     if encoder.truncated:
         row_id, length = next(iter(encoder.truncated.items()))
         notes.append(
-            f"{len(encoder.truncated)} prompts are cut to {config.max_prompt_tokens} tokens by data.on_long_prompt="
-            f"{config.on_long_prompt}, {row_id} with its {length} tokens the first of them"
+            f"prompts cut to {config.max_prompt_tokens} tokens by data.on_long_prompt={config.on_long_prompt}: "
+            f"{len(encoder.truncated)}, the first of them {row_id} with its {length} tokens"
         )
     generated = [source for source in sources.values() if identity_of(source) is not None]
     if generated:

@@ -32,7 +32,7 @@ from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
 from unison.rollout.summary import rollout_metrics
-from unison.run.batch import Batch, Digests, ledger_entry
+from unison.run.batch import Batch, Digests, batch_accounts, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
 from unison.run.restore import Start, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
@@ -254,7 +254,9 @@ class Run:
         sha256 = self.folder.write_samples(step, encode_samples(batch.samples)) if self.config.log.samples else None
         fault_point("loop.samples_written")
         digests = Digests(self._base_digest, self._weights_digest, sha256)
-        entry = ledger_entry(self.parts, step, batch, totals, self._pending_draws, digests)
+        groups = batch_accounts(batch, totals)
+        self.parts.learn({key: account.reward_mean for key, account in groups.items()})
+        entry = ledger_entry(self.parts, step, batch, groups, totals, draws=self._pending_draws, digests=digests)
         self.folder.append_ledger(msgspec.json.encode(entry))
         count = self.config.log.rollouts_per_step
         values = batch.advantages[:count].tolist() if batch.advantages is not None else []

@@ -5,7 +5,7 @@ How the batch settings fit together is checked where the batch is made, in ``uni
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from unison.config.schema import RewardConfig, TrainConfig
 from unison.core.errors import ConfigError, RequestError
@@ -51,13 +51,14 @@ def _try_sampling(section: str, **settings: Any) -> None:
 
 def _check_data(config: TrainConfig) -> None:
     data = config.data
-    if data.source != "jsonl":
+    example = _NAMES_DATA.get(data.source)
+    if example is None:
         return
-    if data.train is None and config.trainer.steps > 0:
-        raise ConfigError("data.source is jsonl, but data.train names no file; give --data.train FILE.jsonl")
+    if data.train is None and config.trainer.steps > 0 and not data.mix:
+        raise ConfigError(f"data.source is {data.source}, but data.train names no file; give --data.train {example}")
     if data.eval is None and config.eval.problems > 0:
         raise ConfigError(
-            f"eval.problems is {config.eval.problems}, but data.eval names no file; give --data.eval FILE.jsonl "
+            f"eval.problems is {config.eval.problems}, but data.eval names no file; give --data.eval {example} "
             "or --eval.problems 0"
         )
 
@@ -84,3 +85,7 @@ def check_reward(reward: RewardConfig) -> None:
                 f'reward.parts.{name}.timeout_s={part.timeout_s} has no effect with reward.isolation="none"; '
                 "remove one of them"
             )
+
+
+_NAMES_DATA: Final = {"jsonl": "FILE.jsonl", "parquet": "FILE.parquet", "datasets": "FOLDER_OR_NAME"}
+"""Sources that read what data.train and data.eval name, with an example."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unison.assembly import Parts
 from unison.core.records import Sample
-from unison.rollout.ledger import LedgerEntry, group_accounts
+from unison.rollout.ledger import GroupAccount, LedgerEntry, group_accounts
 from unison.training.rows import TrainingRow
 from unison.training.totals import StepTotals
 
@@ -40,16 +40,28 @@ class Digests:
     """Of the file of its samples."""
 
 
-def ledger_entry(
-    parts: Parts, step: int, batch: Batch, totals: StepTotals, draws: list[int], digests: Digests
-) -> LedgerEntry:
-    """The account of one step, made once its weights are published."""
+def batch_accounts(batch: Batch, totals: StepTotals) -> dict[str, GroupAccount]:
+    """What became of each prompt of a batch, once the step is done."""
     trained = {row.sample_id for row in batch.rows if row.is_trained} if totals.updated else set()
+    return group_accounts(batch.samples, trained, batch.filtered)
+
+
+def ledger_entry(
+    parts: Parts,
+    step: int,
+    batch: Batch,
+    groups: dict[str, GroupAccount],
+    totals: StepTotals,
+    *,
+    draws: list[int],
+    digests: Digests,
+) -> LedgerEntry:
+    """The entry of one step, made once its weights are published and the data has heard of its rewards."""
     cursor = parts.cursor.state_dict()
     return LedgerEntry(
         step=step,
         draws=draws,
-        groups=group_accounts(batch.samples, trained, batch.filtered),
+        groups=groups,
         filtered=list(batch.filtered),
         reward_sum=sum(sample.reward for sample in batch.samples if sample.reward is not None),
         loss=totals.loss,

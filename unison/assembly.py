@@ -25,6 +25,7 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
+from unison.observability.hooks import Hooks
 from unison.observability.trackers.open import check_trackers
 from unison.rewards.base import load_reward
 from unison.rewards.combined import WeightedReward
@@ -64,6 +65,7 @@ class Parts:
     estimator: AdvantageEstimator
     group_filter: GroupFilter | None
     rollout_function: RolloutFunction | None
+    hooks: Hooks
     sampling: SamplingParams
     notes: list[str]
     """Automatic choices and what was skipped, for people."""
@@ -97,6 +99,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
     rollout_function = load_rollout(config.rollout.function)
+    hooks = Hooks(config.run.hooks)
     reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
@@ -123,6 +126,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         estimator=estimator,
         group_filter=group_filter,
         rollout_function=rollout_function,
+        hooks=hooks,
         sampling=training_sampling(config.rollout),
         notes=notes,
     )

@@ -11,6 +11,7 @@ import msgspec
 
 from unison.assembly import Parts, build_parts
 from unison.checkpoint.run_state import RunState
+from unison.checkpoint.save import Saved
 from unison.config.dump import dump_toml
 from unison.config.schema import TrainConfig
 from unison.core.errors import NonFiniteError, NumericsError, RewardError, RunInterrupted, UnisonError
@@ -20,6 +21,7 @@ from unison.core.wire import encode_samples
 from unison.evaluation.files import write_evaluation
 from unison.observability.alarms import AlarmLog, Alarms
 from unison.observability.console import ConsoleSink
+from unison.observability.hooks import HookedRun
 from unison.observability.progress import Progress
 from unison.observability.run_files import run_lock
 from unison.observability.run_folder import RunFolder, holds_run
@@ -108,7 +110,7 @@ class Run:
         self.step = 0
         """Steps done."""
         self.evaluations: dict[str, Metrics] = {}
-        self.checkpoints = RunCheckpoints(parts, folder, progress.print)
+        self.checkpoints = RunCheckpoints(parts, folder, progress.print, self._saved)
         self._progress = progress
         self._interruption = interruption
         self._base_digest = parts.engine.weights.checksum()
@@ -160,6 +162,7 @@ class Run:
                 *open_trackers(self.config, self.folder.path, resume_step, warn=self._warn),
             ]
         )
+        self.parts.hooks.tell("on_start", HookedRun(self.config.run.name, self.folder.path, self.config, self.step))
         for line in start_lines(self.parts, start, is_continued):
             self._progress.print(line)
 
@@ -198,6 +201,7 @@ class Run:
             if missing <= 0:
                 break
             tasks = tasks_of(self._pending) + self._draw(missing)
+        self.parts.hooks.tell("on_samples", step, list(self._pending))
         metrics = rollout_metrics(self._pending)
         metrics |= reward_metrics(self._pending, merge_reports(reports), self.parts.reward)
         metrics["rollout/seconds"] = seconds
@@ -271,8 +275,10 @@ class Run:
         evaluated: Metrics = {}
         if self._evaluation_due(step):
             evaluated = await self.evaluate(step)
-        self._sinks.log(step, metrics | evaluated | self.watch(step, metrics | evaluated))
+        metrics |= evaluated | self.watch(step, metrics | evaluated)
+        self._sinks.log(step, metrics)
         self._unlogged = None
+        self.parts.hooks.tell("on_step", step, dict(metrics))
         self.checkpoints.save_if_due(self.state, evaluated)
         fault_point("loop.concluded")
 
@@ -308,6 +314,7 @@ class Run:
         metrics = result.metrics()
         self.checkpoints.check_metric(metrics)
         self.evaluations[str(step)] = metrics
+        self.parts.hooks.tell("on_evaluation", step, dict(metrics))
         return metrics
 
     def accounts(self, metrics: Metrics, totals: StepTotals, seconds: float) -> Metrics:
@@ -395,6 +402,12 @@ class Run:
             await self.conclude(self.step, unlogged)
         elif not self.evaluations and self._has_baseline:
             self._sinks.log(self.step, await self.evaluate(self.step))
+
+    def _saved(self, saved: Saved) -> None:
+        self.folder.event(
+            "saved", step=saved.step, checkpoint=saved.path.name, seconds=saved.seconds, notes=saved.notes
+        )
+        self.parts.hooks.tell("on_checkpoint", saved.step, saved.path)
 
     def _warn(self, message: str) -> None:
         self._progress.print(f"warning: {message}")

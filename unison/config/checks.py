@@ -16,6 +16,7 @@ def check_config(config: TrainConfig) -> None:
     """Raise ConfigError, naming the key to change, for values and combinations that cannot be meant."""
     _check_names(config)
     _check_sampling(config)
+    _check_filter(config)
     _check_data(config)
     check_reward(config.reward)
 
@@ -40,6 +41,14 @@ def _check_sampling(config: TrainConfig) -> None:
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
     _try_sampling("eval", temperature=config.eval.temperature)
+
+
+def _check_filter(config: TrainConfig) -> None:
+    if config.rollout.refill and config.rollout.filter is None:
+        raise ConfigError(
+            f"rollout.refill={config.rollout.refill} has no effect without rollout.filter, whose groups it replaces; "
+            "set rollout.filter, or remove it"
+        )
 
 
 def _try_sampling(section: str, **settings: Any) -> None:

@@ -26,12 +26,21 @@ class RunCheckpoints:
     A save that fails stops the run, or under ``checkpoint.on_error="warn"`` is said and tried again next time.
     """
 
-    def __init__(self, parts: Parts, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        on_saved: Callable[[Saved], None] = lambda saved: None,
+    ) -> None:
+        """``on_saved`` hears of each save once it is complete, in the caller's thread."""
         config = parts.config.checkpoint
         self._config = config
         self._num_steps = parts.config.trainer.steps
         self._trainer = parts.trainer
         self._say = say
+        self._on_saved = on_saved
+        self._told: Saved | None = None
         self._saver = Saver(
             folder.checkpoints,
             Retention(keep_last=config.keep_last, keep_best=config.keep_best, keep_every=config.keep_every),
@@ -99,6 +108,7 @@ class RunCheckpoints:
 
     def _begin(self, state: RunState, pending: Sequence[Sample], score: float | None) -> None:
         documents = {STATE_FILE: msgspec.to_builtins(state), RANDOM_FILE: random_states()}
+        self._wait()
         blobs = {PENDING_FILE: encode_samples(pending)} if pending else {}
         self._guarded(
             lambda: self._saver.begin(state.step, self._trainer.state_tensors(), documents, blobs, score=score)
@@ -110,7 +120,11 @@ class RunCheckpoints:
     def _wait(self) -> Saved | None:
         saved: list[Saved | None] = []
         self._guarded(lambda: saved.append(self._saver.wait()))
-        return saved[0] if saved else None
+        found = saved[0] if saved else None
+        if found is not None and found is not self._told:
+            self._told = found
+            self._on_saved(found)
+        return found
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

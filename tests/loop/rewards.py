@@ -27,3 +27,9 @@ def breaks_after_a_while(samples: Sequence[Sample]) -> list[float]:
     if any("@" in sample.sample_id and sample.weight_versions[-1] > 0 for sample in samples):
         raise RuntimeError("the grader broke")
     return list(low_ids(samples))
+
+
+def hangs_on_copy_one(samples: Sequence[Sample]) -> list[float]:
+    while any(sample.sample_id.endswith("/1") for sample in samples):
+        pass
+    return low_ids(samples)

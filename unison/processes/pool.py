@@ -307,6 +307,7 @@ class _Place:
             else:
                 return worker
             self._worker = None
+            self._crew.count_restart()
             how = self._crew.dismiss(worker, is_gone=True)
             if how.startswith("its process") and "ended" in reason:
                 reason = f"a worker could not start: {how}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,27 @@ def test_a_process_that_hangs_or_dies_is_an_error_and_the_next_one_works() -> No
         source[1]
     assert shared_worker() is not first
     assert isinstance(opened(dataset="gcd", size=3)[1], PromptRow)
+
+
+def test_the_process_ends_with_the_one_that_asks_even_if_that_is_killed() -> None:
+    program = (
+        "import time; from unison.data.gym import GymWorker; worker = GymWorker()\n"
+        "print(worker._process.pid, flush=True); time.sleep(60)"
+    )
+    package = str(Path(unison.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": package}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    status = Path(f"/proc/{worker}/stat")
+    end = time.monotonic() + 10
+    # An ended process that nobody has waited for is still listed, as Z.
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end, "the worker goes on"
+        time.sleep(0.05)
 
 
 def test_what_a_data_set_prints_reaches_nobody(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -106,6 +107,13 @@ def test_values_become_json(tmp_path: Path) -> None:
     }
 
 
+def test_a_column_with_a_dot_in_its_name_is_not_a_step_into_a_struct(tmp_path: Path) -> None:
+    table = pa.table({"a.b": ["x"], "label": [1], "t": pa.array([1], pa.timestamp("ns"))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (row,) = read(tmp_path / "a.parquet", prompt_key="a.b")
+    assert (row.prompt, row.metadata) == ("x", {"t": "1970-01-01T00:00:00.000000001"})
+
+
 def test_columns_without_a_json_form_are_refused_by_name_unless_they_are_not_needed(tmp_path: Path) -> None:
     record = {"prompt": "p", "label": 1, "image": {"bytes": b"\x00", "path": "x"}, "info": {"level": 2}}
     path = write(tmp_path / "a.parquet", [record])
@@ -154,6 +162,6 @@ def test_options_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'unison\[data\]'"):
         read(tmp_path / "a.parquet")

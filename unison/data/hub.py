@@ -39,7 +39,7 @@ def open_datasets(config: DataConfig, split: Split, seed: int) -> PromptSource:
         wanted = wanted or _choose(list(found), split, path)
         if wanted not in found:
             raise ConfigError(
-                f"{path} has no split {wanted!r}{did_you_mean(wanted, found)}; there are {join_or(sorted(found))}"
+                f"{path} has no split {wanted!r}{did_you_mean(wanted, found)} (it has {join_or(sorted(found))})"
             )
         found = found[wanted]
     elif wanted is not None and _is_saved(Path(path).expanduser()):

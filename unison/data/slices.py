@@ -64,7 +64,10 @@ def take(items: Iterable[T], cut: Cut, where: str) -> list[T]:
     first = begin if begin >= 0 else count + begin
     last = count if end is None else end if end >= 0 else count + end
     if first < 0 or last < 0 or max(first, last) > count:
-        raise DataError(f"{where} has {count} usable rows, so that the slice {cut} reaches beyond them; correct it")
+        raise DataError(
+            f"{where} has {count} usable rows, so that the slice {cut} reaches beyond them; lower its ends, or leave "
+            "one open"
+        )
     if last <= first:
         raise DataError(f"{where} has no row in the slice {cut}; correct it")
     return list(islice(kept, last - first))

@@ -58,6 +58,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     # These contradict others, which the configuration refuses.
     for key in ("isolation", *(("function", "options") if "parts" in reward else ())):
         reward.pop(key, None)
+    nested.get("rollout", {}).pop("refill", None)
     return msgspec.convert(nested, TrainConfig)
 
 

@@ -1,4 +1,4 @@
-"""Rewards of one's own, in both forms. A configuration names them as ``examples.rewards:digit_share``."""
+"""Rewards of one's own, in two of the forms. A configuration names them as ``examples.rewards:digit_share``."""
 
 from __future__ import annotations
 

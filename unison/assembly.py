@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,9 @@ from unison.algorithms.advantages import AdvantageEstimator, get_advantage
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
 from unison.core.sampling import SamplingParams
-from unison.core.seeds import derive_seed
-from unison.data.cursor import PromptCursor
-from unison.data.prompts import EncodedPrompt, EncodedPrompts, encode_all
-from unison.data.source import load_source
+from unison.data.cursor import Cursor
+from unison.data.prompts import EncodedPrompt
+from unison.data.training import TrainingPrompts, open_training
 from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
 from unison.engine.engine import Engine
@@ -25,6 +25,7 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
+from unison.observability.hooks import Hooks
 from unison.observability.trackers.open import check_trackers
 from unison.rewards.base import load_reward
 from unison.rewards.combined import WeightedReward
@@ -58,27 +59,37 @@ class Parts:
     engine: Engine
     client: InProcessClient
     trainer: Trainer
-    prompts: EncodedPrompts
-    cursor: PromptCursor
+    prompts: TrainingPrompts
     evaluation: EvaluationSets
     reward: WeightedReward
     estimator: AdvantageEstimator
     group_filter: GroupFilter | None
     rollout_function: RolloutFunction | None
+    hooks: Hooks
     sampling: SamplingParams
-    num_bad_rows: int
-    longest_prompt: int
-    """In tokens, over the training prompts."""
     notes: list[str]
     """Automatic choices and what was skipped, for people."""
 
     def draw(self, count: int) -> list[PromptTask]:
         """The next prompts of the run, each keyed by row and epoch: a prompt drawn again gets new noise."""
-        return [prompt_task(prompt) for prompt in self.prompts.draw(self.cursor, count)]
+        return [prompt_task(prompt) for prompt in self.prompts.draw(count)]
+
+    def learn(self, reward_means: Mapping[str, float | None]) -> None:
+        """Tell the data how its prompts were answered: mean reward by task key, None where there is none."""
+        learn(self.cursor, reward_means)
 
     @property
     def num_skipped(self) -> int:
-        return self.num_bad_rows + len(self.prompts.skipped)
+        return self.prompts.num_skipped
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.prompts.cursor
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens, over the training prompts that were looked at."""
+        return self.prompts.longest
 
 
 def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
@@ -88,21 +99,16 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
     rollout_function = load_rollout(config.rollout.function)
+    hooks = Hooks(config.run.hooks)
     reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
     spec = read_spec(read_config(folder))
     tokenizer = _tokenizer(folder)
-    notes: list[str] = []
-    source = load_source(config.data, "train", config.run.seed)
-    prompts = encode_all(source, tokenizer, config.data)
-    # Encoded once here, so that a prompt that cannot be used stops the run before it starts.
-    longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
     evaluation = EvaluationSets.build(config, tokenizer, run_scorer=lambda samples: score(samples, reward))
-    notes += evaluation.notes
-    bad_rows = list(getattr(source, "skipped", ()))
-    notes += [f"skipped: {line}" for line in bad_rows]
-    _check_context(config, spec, longest_prompt, evaluation)
+    prompts = open_training(config.data, tokenizer, config.run.seed, held_out=config.eval.problems > 0)
+    notes = [*prompts.notes, *evaluation.notes]
+    _check_context(config, spec, prompts.longest, evaluation)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
     engine = _engine(config, folder, choice, tokenizer)
     notes += [*choice.notes, *engine.notes]
@@ -115,17 +121,28 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         client=InProcessClient(engine),
         trainer=_trainer(config, folder, choice, dump_dir),
         prompts=prompts,
-        cursor=PromptCursor(source, derive_seed(config.run.seed, "order"), config.data.shuffle),
         evaluation=evaluation,
         reward=reward,
         estimator=estimator,
         group_filter=group_filter,
         rollout_function=rollout_function,
+        hooks=hooks,
         sampling=training_sampling(config.rollout),
-        num_bad_rows=len(bad_rows),
-        longest_prompt=longest_prompt,
         notes=notes,
     )
+
+
+def build_prompts(config: TrainConfig) -> TrainingPrompts:
+    """The training prompts of a run by themselves, as ``build_parts`` would open them."""
+    tokenizer = _tokenizer(resolve_model(config.model.path))
+    return open_training(config.data, tokenizer, config.run.seed, held_out=config.eval.problems > 0)
+
+
+def learn(cursor: Cursor, reward_means: Mapping[str, float | None]) -> None:
+    """Hand mean rewards by task key to the order of the data, which may go by them."""
+    for key, mean in reward_means.items():
+        if mean is not None:
+            cursor.record(key.rpartition("@")[0], mean)
 
 
 def build_trainer_parts(config: TrainConfig) -> TrainerParts:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
 
 from unison.assembly import Parts, build_parts
 from unison.checkpoint.run_state import RunState
+from unison.checkpoint.save import Saved
 from unison.config.dump import dump_toml
 from unison.config.schema import TrainConfig
 from unison.core.errors import NonFiniteError, NumericsError, RewardError, RunInterrupted, UnisonError
@@ -22,6 +21,7 @@ from unison.core.wire import encode_samples
 from unison.evaluation.files import write_evaluation
 from unison.observability.alarms import AlarmLog, Alarms
 from unison.observability.console import ConsoleSink
+from unison.observability.hooks import HookedRun
 from unison.observability.progress import Progress
 from unison.observability.run_files import run_lock
 from unison.observability.run_folder import RunFolder, holds_run
@@ -33,33 +33,18 @@ from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
-from unison.rollout.ledger import LedgerEntry, group_accounts
 from unison.rollout.summary import rollout_metrics
+from unison.run.batch import Batch, Digests, batch_accounts, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
 from unison.run.restore import Start, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
 from unison.run.wrap_up import RunResult, finish, interrupted_words, numerics_of, peak_memory_bytes
 from unison.training.prepare import prepare_rows
-from unison.training.rows import TrainingRow
 from unison.training.totals import StepTotals
 from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
 _NUM_FAILURES_SHOWN = 3
-_MAX_CURSOR_CHARS = 4096
-"""A place in the data that takes more (a curriculum's) is kept in checkpoints only."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """The samples of a step, as drawn, and what is trained of them."""
-
-    samples: list[Sample]
-    filtered: dict[str, str]
-    """Groups the filter discarded, with its reasons."""
-    kept: list[Sample] = field(default_factory=list)
-    advantages: Tensor | None = None
-    rows: list[TrainingRow] = field(default_factory=list)
 
 
 def run_training(
@@ -125,7 +110,7 @@ class Run:
         self.step = 0
         """Steps done."""
         self.evaluations: dict[str, Metrics] = {}
-        self.checkpoints = RunCheckpoints(parts, folder, progress.print)
+        self.checkpoints = RunCheckpoints(parts, folder, progress.print, self._saved)
         self._progress = progress
         self._interruption = interruption
         self._base_digest = parts.engine.weights.checksum()
@@ -177,6 +162,7 @@ class Run:
                 *open_trackers(self.config, self.folder.path, resume_step, warn=self._warn),
             ]
         )
+        self.parts.hooks.tell("on_start", HookedRun(self.config.run.name, self.folder.path, self.config, self.step))
         for line in start_lines(self.parts, start, is_continued):
             self._progress.print(line)
 
@@ -215,6 +201,7 @@ class Run:
             if missing <= 0:
                 break
             tasks = tasks_of(self._pending) + self._draw(missing)
+        self.parts.hooks.tell("on_samples", step, list(self._pending))
         metrics = rollout_metrics(self._pending)
         metrics |= reward_metrics(self._pending, merge_reports(reports), self.parts.reward)
         metrics["rollout/seconds"] = seconds
@@ -270,23 +257,10 @@ class Run:
         """Write down what became of the step's prompts; from here on the step is done."""
         sha256 = self.folder.write_samples(step, encode_samples(batch.samples)) if self.config.log.samples else None
         fault_point("loop.samples_written")
-        trained = {row.sample_id for row in batch.rows if row.is_trained}
-        cursor = self.parts.cursor.state_dict()
-        entry = LedgerEntry(
-            step=step,
-            draws=self._pending_draws,
-            groups=group_accounts(batch.samples, trained if totals.updated else set(), batch.filtered),
-            filtered=list(batch.filtered),
-            reward_sum=sum(sample.reward for sample in batch.samples if sample.reward is not None),
-            loss=totals.loss,
-            grad_norm=totals.grad_norm,
-            optimizer_steps=self.parts.trainer.num_steps,
-            weights_version=self.parts.engine.weights.version,
-            weights_digest=self._weights_digest,
-            base_digest=self._base_digest,
-            samples_sha256=sha256,
-            cursor=cursor if len(str(cursor)) <= _MAX_CURSOR_CHARS else {},
-        )
+        digests = Digests(self._base_digest, self._weights_digest, sha256)
+        groups = batch_accounts(batch, totals)
+        self.parts.learn({key: account.reward_mean for key, account in groups.items()})
+        entry = ledger_entry(self.parts, step, batch, groups, totals, draws=self._pending_draws, digests=digests)
         self.folder.append_ledger(msgspec.json.encode(entry))
         count = self.config.log.rollouts_per_step
         values = batch.advantages[:count].tolist() if batch.advantages is not None else []
@@ -301,8 +275,10 @@ class Run:
         evaluated: Metrics = {}
         if self._evaluation_due(step):
             evaluated = await self.evaluate(step)
-        self._sinks.log(step, metrics | evaluated | self.watch(step, metrics | evaluated))
+        metrics |= evaluated | self.watch(step, metrics | evaluated)
+        self._sinks.log(step, metrics)
         self._unlogged = None
+        self.parts.hooks.tell("on_step", step, dict(metrics))
         self.checkpoints.save_if_due(self.state, evaluated)
         fault_point("loop.concluded")
 
@@ -338,6 +314,7 @@ class Run:
         metrics = result.metrics()
         self.checkpoints.check_metric(metrics)
         self.evaluations[str(step)] = metrics
+        self.parts.hooks.tell("on_evaluation", step, dict(metrics))
         return metrics
 
     def accounts(self, metrics: Metrics, totals: StepTotals, seconds: float) -> Metrics:
@@ -425,6 +402,12 @@ class Run:
             await self.conclude(self.step, unlogged)
         elif not self.evaluations and self._has_baseline:
             self._sinks.log(self.step, await self.evaluate(self.step))
+
+    def _saved(self, saved: Saved) -> None:
+        self.folder.event(
+            "saved", step=saved.step, checkpoint=saved.path.name, seconds=saved.seconds, notes=saved.notes
+        )
+        self.parts.hooks.tell("on_checkpoint", saved.step, saved.path)
 
     def _warn(self, message: str) -> None:
         self._progress.print(f"warning: {message}")

@@ -54,6 +54,10 @@ def configs(draw: st.DrawFn) -> TrainConfig:
             if field.required or draw(st.integers(0, 4)) == 0:
                 place[key] = draw(values(field))
     nested.setdefault("data", {})["source"] = "sums"
+    reward = nested.get("reward", {})
+    # These contradict others, which the configuration refuses.
+    for key in ("isolation", *(("function", "options") if "parts" in reward else ())):
+        reward.pop(key, None)
     return msgspec.convert(nested, TrainConfig)
 
 

@@ -68,6 +68,13 @@ def test_metadata_shared_by_a_group_is_written_once_and_shared_again() -> None:
     assert again[7].metadata == metadata
 
 
+def test_equal_samples_are_equal_bytes_however_they_came_about() -> None:
+    samples = [make([-0.5], {"label": 1}, f"row/{i}") for i in range(3)]
+    assert encode_samples(decode_samples(encode_samples(samples))) == encode_samples(samples)
+    shared = {"label": 1}
+    assert encode_samples([make([-0.5], shared, f"row/{i}") for i in range(3)]) == encode_samples(samples)
+
+
 def test_integers_of_any_size_survive_in_metadata() -> None:
     (again,) = decode_samples(encode_samples([make([], {"label": 10**40})]))
     assert again.metadata["label"] == 10**40

@@ -81,7 +81,16 @@ def test_permutations_are_even() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"length": 6}, {"seed": 8}, {"shuffle": False}, {"position": 7}, {"epoch": -1}, {"position": True}]
+    "change",
+    [
+        {"length": 6},
+        {"seed": 8},
+        {"shuffle": False},
+        {"position": 8},
+        {"epoch": -1},
+        {"position": True},
+        {"resting": [0]},
+    ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, object]) -> None:
     cursor = PromptCursor(numbered(7), 9, True)
@@ -102,3 +111,18 @@ def test_a_cursor_is_stateful_and_needs_prompts() -> None:
         PromptCursor([], 0, True)
     with pytest.raises(ValueError, match="at least one"):
         PromptCursor(numbered(1), 0, True).next_batch(0)
+
+
+def test_a_changed_text_label_or_order_is_noticed() -> None:
+    rows = [PromptRow(str(i), f"prompt {i}", i) for i in range(3)]
+    state = PromptCursor(rows, 0, True).state_dict()
+    PromptCursor(list(rows), 0, True).load_state_dict(state)
+    changes = [
+        [*rows[:2], PromptRow("2", "other", 2)],
+        [*rows[:2], PromptRow("2", "prompt 2", "2")],
+        [*rows[:2], PromptRow("9", "prompt 2", 2)],
+        rows[::-1],
+    ]
+    for changed in changes:
+        with pytest.raises(DataError, match="texts, labels or order have changed"):
+            PromptCursor(changed, 0, True).load_state_dict(state)

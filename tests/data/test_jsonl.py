@@ -6,7 +6,8 @@ import pytest
 
 from unison.config.schema import DataConfig
 from unison.core.errors import ConfigError, DataError
-from unison.data.jsonl import JsonlSource
+from unison.data.jsonl import read_jsonl
+from unison.data.rows import Keys
 from unison.data.source import load_source
 
 QUIRKS = (
@@ -28,7 +29,7 @@ def write(tmp_path: Path, data: str | bytes) -> Path:
 def problem(tmp_path: Path, line: str | bytes) -> str:
     """What is told of one bad line between two good ones."""
     good = b'{"prompt":"a","label":"1"}'
-    source = JsonlSource(
+    source = read_jsonl(
         write(tmp_path, b"\n".join([good, line if isinstance(line, bytes) else line.encode(), good])),
         on_bad_row="skip",
     )
@@ -40,7 +41,7 @@ def problem(tmp_path: Path, line: str | bytes) -> str:
 
 
 def test_unusual_but_legal_characters_are_read_and_bad_rows_named(tmp_path: Path) -> None:
-    source = JsonlSource(write(tmp_path, QUIRKS), on_bad_row="skip")
+    source = read_jsonl(write(tmp_path, QUIRKS), on_bad_row="skip")
     rows = [source[i] for i in range(len(source))]
     assert [row.prompt for row in rows] == ["one\u2028line", "café \u0085 🌍", "last"]
     assert [row.label for row in rows] == ["1", 2, "4"]
@@ -51,7 +52,7 @@ def test_unusual_but_legal_characters_are_read_and_bad_rows_named(tmp_path: Path
 
 def test_bad_rows_stop_the_run_by_default(tmp_path: Path) -> None:
     with pytest.raises(DataError) as told:
-        JsonlSource(write(tmp_path, QUIRKS))
+        read_jsonl(write(tmp_path, QUIRKS))
     message = str(told.value)
     assert "2 bad rows" in message
     assert "rows.jsonl:4: no label: the key 'label' is missing" in message
@@ -61,7 +62,7 @@ def test_bad_rows_stop_the_run_by_default(tmp_path: Path) -> None:
 
 def test_the_first_ten_bad_rows_and_their_number_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError) as told:
-        JsonlSource(write(tmp_path, "{}\n" * 25))
+        read_jsonl(write(tmp_path, "{}\n" * 25))
     assert "25 bad rows" in str(told.value)
     assert str(told.value).count("rows.jsonl:") == 10
     assert "15 more" in str(told.value)
@@ -101,7 +102,7 @@ def test_messages_and_further_keys_are_kept(tmp_path: Path) -> None:
         '{"q":[{"role":"system","content":[{"type":"text","text":"s"}]},{"role":"assistant","content":null,'
         '"tool_calls":[{"id":1}]}],"a":[1,2],"level":3}'
     )
-    source = JsonlSource(write(tmp_path, line), prompt_key="q", label_key="a")
+    source = read_jsonl(write(tmp_path, line), Keys(prompt="q", label="a"))
     row = source[0]
     assert isinstance(row.prompt, list)
     assert [message["role"] for message in row.prompt] == ["system", "assistant"]
@@ -111,26 +112,26 @@ def test_messages_and_further_keys_are_kept(tmp_path: Path) -> None:
 
 
 def test_without_label_key_no_label_is_asked_for(tmp_path: Path) -> None:
-    source = JsonlSource(write(tmp_path, '{"prompt":"a"}'), label_key=None)
+    source = read_jsonl(write(tmp_path, '{"prompt":"a"}'), Keys(label=None))
     assert source[0].label is None
 
 
 @pytest.mark.parametrize("data", ["", "\n \n", "\ufeff"])
 def test_an_empty_file_is_an_error(tmp_path: Path, data: str) -> None:
     with pytest.raises(DataError, match="no usable row"):
-        JsonlSource(write(tmp_path, data))
+        read_jsonl(write(tmp_path, data))
 
 
 def test_a_file_of_bad_rows_alone_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no usable row(.|\n)*rows.jsonl:1: "):
-        JsonlSource(write(tmp_path, "x\n"), on_bad_row="skip")
+        read_jsonl(write(tmp_path, "x\n"), on_bad_row="skip")
 
 
 def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent"):
-        JsonlSource(tmp_path / "absent.jsonl")
+        read_jsonl(tmp_path / "absent.jsonl")
     with pytest.raises(DataError, match="cannot be read"):
-        JsonlSource(tmp_path)
+        read_jsonl(tmp_path)
 
 
 def test_a_source_is_opened_as_configured(tmp_path: Path) -> None:

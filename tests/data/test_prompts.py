@@ -6,7 +6,7 @@ from tests.text.samples import TURNS_TEMPLATE, byte_level
 from unison.config.schema import DataConfig
 from unison.core.errors import ConfigError, DataError
 from unison.data.cursor import PromptCursor
-from unison.data.prompts import encode_all, encode_prompt
+from unison.data.prompts import PromptEncoder, draw_prompts, encode_all, encode_prompt
 from unison.data.source import PromptRow
 from unison.text.tokenizer import Tokenizer
 
@@ -58,17 +58,17 @@ def test_prompts_are_encoded_only_when_they_are_asked_for() -> None:
 
 def test_skipped_prompts_are_replaced_by_the_next_ones_drawn() -> None:
     source = [PromptRow("a", "x"), PromptRow("b", "x" * 9), PromptRow("c", "y")]
-    prompts = encode_all(source, PLAIN, DataConfig(max_prompt_tokens=5, on_long_prompt="skip"))
-    drawn = prompts.draw(PromptCursor(source, 0, False), 5)
+    encoder = PromptEncoder(PLAIN, DataConfig(max_prompt_tokens=5, on_long_prompt="skip"))
+    drawn = draw_prompts(PromptCursor(source, 0, False), encoder, 5, num_rows=3)
     assert [(prompt.row.row_id, prompt.epoch) for prompt in drawn] == [("a", 0), ("c", 0), ("a", 1), ("c", 1), ("a", 2)]
-    assert len(prompts.skipped) == 1
+    assert len(encoder.skipped) == 1
 
 
 def test_drawing_ends_where_no_prompt_is_short_enough() -> None:
     source = [PromptRow(str(i), "x" * 9) for i in range(4)]
-    prompts = encode_all(source, PLAIN, DataConfig(max_prompt_tokens=5, on_long_prompt="skip"))
-    with pytest.raises(DataError, match="each of the 4 prompts"):
-        prompts.draw(PromptCursor(source, 0, True), 2)
+    encoder = PromptEncoder(PLAIN, DataConfig(max_prompt_tokens=5, on_long_prompt="skip"))
+    with pytest.raises(DataError, match="the last 8 prompts drawn were all left out"):
+        draw_prompts(PromptCursor(source, 0, True), encoder, 2, num_rows=4)
 
 
 def test_contradicting_settings_are_refused_at_once() -> None:

@@ -86,3 +86,9 @@ def test_an_unusable_source_of_the_users_own_is_told(
 def test_a_module_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match="importing no_such_module_here failed: ModuleNotFoundError"):
         load_source(DataConfig(source="no_such_module_here:f"), "train", seed=0)
+
+
+def test_rows_that_would_share_their_noise_are_refused(user_module: str) -> None:
+    config = DataConfig(source=f"{user_module}:letters", options={"letters": "abca"})
+    with pytest.raises(DataError, match=r"rows 0 and 3 .* share the row_id 'train:0:a'"):
+        load_source(config, "train", seed=0)

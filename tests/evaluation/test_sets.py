@@ -334,7 +334,8 @@ def test_the_table_is_plain_text_of_fixed_width(tokenizer: Tokenizer) -> None:
 
 
 def test_the_whole_result_is_written_read_and_replaced(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    result = evaluate(make_config(), tokenizer, FakeClient(answer(lambda _: "half a pair \ud800")))
+    client = FakeClient(answer(lambda _: "half a pair \ud800"))
+    result = evaluate(make_config(), tokenizer, client, make_scorer=Closable)
     assert read_evaluation(tmp_path, 12) is None
     path = write_evaluation(tmp_path, 12, result)
     assert path == tmp_path / "evaluations" / "step-000012.json" == evaluation_path(tmp_path, 12)
@@ -344,6 +345,24 @@ def test_the_whole_result_is_written_read_and_replaced(tokenizer: Tokenizer, tmp
     rows = value["sets"][0]["problems"]
     assert len(rows) == 5 and rows[0]["answers"] == ["half a pair \ud800"] and rows[0]["label"]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_file_and_no_half_one(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = evaluate(make_config(), tokenizer, FakeClient(answer()))
+    path = write_evaluation(tmp_path, 1, result)
+    before = path.read_bytes()
+
+    def full(self: Path, text: str, **_: object) -> int:
+        with open(self, "w", encoding="utf-8") as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_evaluation(tmp_path, 1, result)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"format": 99}', b"\xff\xfe", b"[" * 100_000])

@@ -42,8 +42,12 @@ BROAD_HANDLERS = {
     "unison/observability/trackers/background.py:BackgroundSink._finish": "warned of; the run is over by then",
     "unison/observability/trackers/background.py:BackgroundSink._log": "counted in num_failed and warned of",
     "unison/observability/trackers/background.py:BackgroundSink._open": "warned of; every step is counted as dropped",
-    "unison/rewards/scoring.py:_call": "the samples become unscorable, with the reason, and are counted",
-    "unison/rewards/scoring.py:_text": "only replaces the text of an error that is counted all the same",
+    "unison/core/describe.py:text_of": "only replaces the text of an error that is counted all the same",
+    "unison/processes/pool.py:_Place._open_first": "raised by whoever opens the pool",
+    "unison/processes/pool.py:_Place.serve": "raised by whoever waits for that call",
+    "unison/processes/worker.py:_answer": "the call's outcome, with the reason",
+    "unison/processes/worker.py:main": "the reason why the pool cannot be opened, and raised there",
+    "unison/rewards/combined.py:call": "the samples become unscorable, with the reason, and are counted",
 }
 """file:function that may catch any Exception without raising again -> where the error is counted or shown."""
 

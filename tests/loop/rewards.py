@@ -33,3 +33,9 @@ def returns_too_few_later(samples: Sequence[Sample]) -> list[float]:
     """Loses a score from the third version of the weights on."""
     late = any("@" in sample.sample_id and sample.weight_versions[-1] > 1 for sample in samples)
     return low_ids(samples)[late:]
+
+
+def hangs_on_copy_one(samples: Sequence[Sample]) -> list[float]:
+    while any(sample.sample_id.endswith("/1") for sample in samples):
+        pass
+    return low_ids(samples)

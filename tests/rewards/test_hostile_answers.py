@@ -16,8 +16,7 @@ from tests.rewards.hostile_answers import answers
 pytest.importorskip("math_verify")
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("jsonschema")
-pytestmark = pytest.mark.slow
-LIMIT_S = 400
+LIMIT_S = 240
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,19 @@ def test_scorers_that_evaluate_are_listed() -> None:
 @pytest.mark.parametrize("name", sorted(EVALUATED))
 @pytest.mark.parametrize(
     "answer",
-    ["__import__('os')", "open('x')", "x.y", "9**9**9**9", "N(1)", "(lambda: 1)()", "f'{1}'", "exec", "[" * 60, "1;2"],
+    [
+        "__import__('os')",
+        "open('x')",
+        "x.y",
+        "9**9**9**9",
+        "N(1)",
+        "(lambda: 1)()",
+        "f'{1}'",
+        "exec",
+        "1e999999999",
+        "[" * 60,
+        "1;2",
+    ],
 )
 def test_only_plain_expressions_reach_a_scorer_that_evaluates(name: str, answer: str) -> None:
     assert not may_be_evaluated(name, answer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unison.checks.plugin_data import check_filter, check_source
-from unison.checks.plugin_hook import HOOK_METHODS, check_hook
+from unison.checks.plugin_hook import check_hook
 from unison.checks.plugin_report import Report
 from unison.checks.plugin_reward import check_reward
 from unison.checks.plugin_rollout import check_rollout
@@ -16,6 +16,7 @@ from unison.checks.plugin_tracker import check_tracker
 from unison.config.names import did_you_mean, join_or
 from unison.config.plugins import load_object
 from unison.core.errors import ConfigError
+from unison.observability.hooks import HOOK_METHODS
 
 Options = Mapping[str, Any]
 

@@ -6,21 +6,12 @@ import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 from unison.checks.plugin_report import Report, call, frozen_copy
 from unison.checks.plugin_reward import made_up_samples
 from unison.config.names import did_you_mean
-
-HOOK_METHODS: Final[Mapping[str, tuple[str, ...]]] = {
-    "on_start": ("run",),
-    "on_samples": ("step", "samples"),
-    "on_step": ("step", "metrics"),
-    "on_evaluation": ("step", "metrics"),
-    "on_checkpoint": ("step", "path"),
-    "on_finish": ("summary",),
-}
-"""Method -> what it is called with, in order."""
+from unison.observability.hooks import HOOK_METHODS, hook_methods
 
 
 def check_hook(report: Report, path: str, found: Any, options: Mapping[str, Any]) -> None:
@@ -28,7 +19,7 @@ def check_hook(report: Report, path: str, found: Any, options: Mapping[str, Any]
     if options:
         report.problem("hooks take no options", "write them into the object, or name a function that makes it")
     hook = found
-    if inspect.isclass(found) or not _methods(found):
+    if inspect.isclass(found) or not hook_methods(found):
         made = call(found) if callable(found) else None
         if made is None or made.error is not None:
             report.problem(
@@ -38,15 +29,11 @@ def check_hook(report: Report, path: str, found: Any, options: Mapping[str, Any]
             return
         hook = made.value
         report.ok(f"it makes a {type(hook).__name__}")
-    methods = _methods(hook)
+    methods = hook_methods(hook)
     if not methods:
         report.problem("it has no on_... methods", f"write some of {', '.join(HOOK_METHODS)}")
     for name in methods:
         _check_method(report, hook, name)
-
-
-def _methods(hook: object) -> list[str]:
-    return [name for name in dir(hook) if name.startswith("on_")]
 
 
 def _check_method(report: Report, hook: Any, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from unison.cli.arguments import ArgumentParser
@@ -13,6 +14,7 @@ from unison.core.errors import ConfigError
 
 CHECKS: Final = {
     "exactness": "every log-prob of rollout equals training's bit for bit, whatever the circumstances",
+    "run": "a run folder's ledger, samples and checkpoints are whole and agree",
     "plugin": "a reward, source, rollout, filter, hook or tracker of your own keeps its contract",
 }
 
@@ -22,6 +24,15 @@ The exit code is 0 where all cells are exactly equal, 1 where any is not.
 examples:
   unison check exactness --model smollm2-135m
   unison check exactness --model my-model --dtype float32 --quick
+"""
+
+RUN_EXAMPLES: Final = """\
+Every prompt drawn must be trained, discarded with its reason, or pending, exactly once and in the order of the data;
+the kept samples must be those trained on; every byte of every checkpoint must be as saved. The exit code is 0 where all
+of it is so, 1 where any is not.
+
+examples:
+  unison check run runs/first
 """
 
 PLUGIN_EXAMPLES: Final = """\
@@ -51,7 +62,25 @@ def run(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name not in CHECKS:
         raise ConfigError(f"unison check: unknown check {name!r}{did_you_mean(name, CHECKS)}; see unison check --help")
-    return _plugin(rest) if name == "plugin" else _exactness(rest)
+    return {"exactness": _exactness, "run": _run, "plugin": _plugin}[name](rest)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser("unison check run", f"Proves that {CHECKS['run']}.", RUN_EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="run folder, of a run that is not under way")
+    parser.add_argument(
+        "--without-data", action="store_true", help="do not draw the prompts once more to compare their order"
+    )
+    options = parser.parse(arguments)
+    from unison.checks.run import check_run
+
+    findings = check_run(Path(options.run), with_data=not options.without_data)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{'problem' if finding.problems else 'ok':<8}{finding.name:<{width}}  {finding.text}")
+        for problem in finding.problems:
+            print(f"        {'':<{width}}  {problem}")
+    return 1 if any(finding.problems for finding in findings) else 0
 
 
 def _exactness(arguments: Sequence[str]) -> int:

@@ -21,8 +21,10 @@ COMMANDS: Final[dict[str, str]] = {
     "eval": "score a model, or what a run has trained, on held-out prompts",
     "export": "make a run's model a folder that transformers loads",
     "generate": "sample from a model",
+    "replay": "take training steps of a run once more, and compare them to the bit",
+    "samples": "read the rollouts of a step from a run folder",
     "bench": "measure how fast a workload is answered, here or by a server",
-    "check": "prove that rollout equals training on this machine",
+    "check": "prove exactness on this machine, or look at a run folder or a plug-in",
     "doctor": "look for what is wrong or slow on this machine",
 }
 """Each lives in ``unison.cli.<name>`` as ``run(arguments) -> exit code``."""

@@ -5,7 +5,7 @@ How the batch settings fit together is checked where the batch is made, in ``uni
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from unison.config.schema import RewardConfig, TrainConfig
 from unison.core.errors import ConfigError, RequestError
@@ -16,6 +16,7 @@ def check_config(config: TrainConfig) -> None:
     """Raise ConfigError, naming the key to change, for values and combinations that cannot be meant."""
     _check_names(config)
     _check_sampling(config)
+    _check_filter(config)
     _check_data(config)
     check_reward(config.reward)
 
@@ -42,6 +43,14 @@ def _check_sampling(config: TrainConfig) -> None:
     _try_sampling("eval", temperature=config.eval.temperature)
 
 
+def _check_filter(config: TrainConfig) -> None:
+    if config.rollout.refill and config.rollout.filter is None:
+        raise ConfigError(
+            f"rollout.refill={config.rollout.refill} has no effect without rollout.filter, whose groups it replaces; "
+            "set rollout.filter, or remove it"
+        )
+
+
 def _try_sampling(section: str, **settings: Any) -> None:
     try:
         SamplingParams(**settings)
@@ -51,13 +60,14 @@ def _try_sampling(section: str, **settings: Any) -> None:
 
 def _check_data(config: TrainConfig) -> None:
     data = config.data
-    if data.source != "jsonl":
+    example = _NAMES_DATA.get(data.source)
+    if example is None:
         return
-    if data.train is None and config.trainer.steps > 0:
-        raise ConfigError("data.source is jsonl, but data.train names no file; give --data.train FILE.jsonl")
+    if data.train is None and config.trainer.steps > 0 and not data.mix:
+        raise ConfigError(f"data.source is {data.source}, but data.train names no file; give --data.train {example}")
     if data.eval is None and config.eval.problems > 0:
         raise ConfigError(
-            f"eval.problems is {config.eval.problems}, but data.eval names no file; give --data.eval FILE.jsonl "
+            f"eval.problems is {config.eval.problems}, but data.eval names no file; give --data.eval {example} "
             "or --eval.problems 0"
         )
 
@@ -84,3 +94,7 @@ def check_reward(reward: RewardConfig) -> None:
                 f'reward.parts.{name}.timeout_s={part.timeout_s} has no effect with reward.isolation="none"; '
                 "remove one of them"
             )
+
+
+_NAMES_DATA: Final = {"jsonl": "FILE.jsonl", "parquet": "FILE.parquet", "datasets": "FOLDER_OR_NAME"}
+"""Sources that read what data.train and data.eval name, with an example."""

@@ -56,9 +56,9 @@ class MixConfig(Section, frozen=True, kw_only=True):
     source: Annotated[str, Meta(description="As data.source, for this part.")] = "jsonl"
     train: Annotated[str | None, Meta(description="As data.train, for this part.")] = None
     layout: Annotated[Layout, Meta(description="As data.layout, for this part.")] = "unison"
-    prompt_key: Annotated[str, Meta(description="As data.prompt_key, for this part.")] = "prompt"
-    label_key: Annotated[str | None, Meta(description="As data.label_key, for this part.")] = "label"
-    metadata_key: Annotated[str | None, Meta(description="As data.metadata_key, for this part.")] = None
+    prompt_key: Annotated[str, Meta(description="As data.prompt_key, for this part.")] = ""
+    label_key: Annotated[str | None, Meta(description="As data.label_key, for this part.")] = ""
+    metadata_key: Annotated[str | None, Meta(description="As data.metadata_key, for this part.")] = ""
     filter: Annotated[str | None, Meta(description="As data.filter, for this part.")] = None
     options: Annotated[Options, Meta(description="As data.options, for this part.")] = {}
 
@@ -76,22 +76,32 @@ class DataConfig(Section, frozen=True, kw_only=True):
     ] = None
     layout: Annotated[
         Layout,
-        Meta(description="Keys not given otherwise: prompt and label, or those of verl's or slime's data files."),
+        Meta(description="Keys of rows: prompt and label (unison), or what verl's or slime's data files call them."),
     ] = "unison"
     prompt_key: Annotated[
-        str, Meta(description="Key of the prompt, a string or a list of chat messages; dots go into nested objects.")
-    ] = "prompt"
-    label_key: Annotated[str | None, Meta(description="Key of the reference answer; null where there is none.")] = (
-        "label"
-    )
+        str,
+        Meta(
+            description="Key of the prompt, a string or a list of chat messages; dots go into nested objects; empty "
+            "takes the layout's."
+        ),
+    ] = ""
+    label_key: Annotated[
+        str | None,
+        Meta(description="Key of the reference answer; null where there is none; empty takes the layout's."),
+    ] = ""
     metadata_key: Annotated[
-        str | None, Meta(description="Key of an object whose entries are the row's metadata; null: all other keys are.")
-    ] = None
+        str | None,
+        Meta(
+            description="Key of an object whose entries are the row's metadata; null: all other keys are; empty takes "
+            "the layout's."
+        ),
+    ] = ""
     on_bad_row: Annotated[
         Literal["fail", "skip"], Meta(description="A broken row stops the run, or is skipped and counted.")
     ] = "fail"
     filter: Annotated[
-        str | None, Meta(description="module:function (row) -> bool of your own: rows it is false for are left out.")
+        str | None,
+        Meta(description="module:function (row) -> bool of your own: training rows it is false for are left out."),
     ] = None
     chat: Annotated[
         bool, Meta(description="Render string prompts as one user turn of the chat template, instead of as they are.")
@@ -111,8 +121,8 @@ class DataConfig(Section, frozen=True, kw_only=True):
     on_long_prompt: Annotated[
         Literal["fail", "skip", "truncate_left", "truncate_middle", "truncate_right"],
         Meta(
-            description="A prompt over the limit stops the run, is skipped and counted, or loses the tokens on its "
-            "left, in its middle or on its right."
+            description="A prompt over the limit stops the run, is skipped and counted, or (raw prompts only) loses "
+            "the tokens on its left, in its middle or on its right."
         ),
     ] = "fail"
     shuffle: Annotated[bool, Meta(description="Shuffle the training prompts anew each epoch.")] = True
@@ -125,7 +135,12 @@ class DataConfig(Section, frozen=True, kw_only=True):
     curriculum_rest: Annotated[
         int, Meta(ge=1, description="Epochs that a resting prompt is left out before it is tried again.")
     ] = 3
-    options: Annotated[Options, Meta(description="Options of a procedural source, e.g. max_operand.")] = {}
+    options: Annotated[
+        Options,
+        Meta(
+            description="Options of the source, e.g. max_operand of sums, dataset of reasoning_gym, split of datasets."
+        ),
+    ] = {}
     mix: Annotated[
         dict[str, MixConfig], Meta(description="A mixture: parts by name, in place of data.source and data.train.")
     ] = {}
@@ -154,10 +169,12 @@ class RewardConfig(Section, frozen=True, kw_only=True):
         Literal["process", "none"],
         Meta(description="process: graders run in processes of their own that can be killed. none: in this one."),
     ] = "process"
-    timeout_s: Annotated[float, Meta(gt=0, le=86400, description="Deadline in seconds of grading one sample.")] = 10.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=86400, description="Deadline in seconds of one call: a sample, a group or a batch.")
+    ] = 10.0
     on_timeout: Annotated[
         Literal["unscorable", "zero"],
-        Meta(description="A sample whose grader ran out of time or memory: left out and counted, or given 0."),
+        Meta(description="A sample whose grader ran out of time or memory, or died: left out and counted, or given 0."),
     ] = "unscorable"
     workers: Annotated[int, Meta(ge=1, le=256, description="Grader processes that run at once.")] = 2
     memory_mb: Annotated[int, Meta(ge=64, description="Memory limit of one grader process, in MB.")] = 4096
@@ -272,9 +289,9 @@ class EvalSetConfig(Section, frozen=True, kw_only=True):
     source: Annotated[str, Meta(description="As data.source, for this set.")] = "jsonl"
     path: Annotated[str | None, Meta(description="As data.eval, for this set.")] = None
     layout: Annotated[Layout, Meta(description="As data.layout, for this set.")] = "unison"
-    prompt_key: Annotated[str, Meta(description="As data.prompt_key, for this set.")] = "prompt"
-    label_key: Annotated[str | None, Meta(description="As data.label_key, for this set.")] = "label"
-    metadata_key: Annotated[str | None, Meta(description="As data.metadata_key, for this set.")] = None
+    prompt_key: Annotated[str, Meta(description="As data.prompt_key, for this set.")] = ""
+    label_key: Annotated[str | None, Meta(description="As data.label_key, for this set.")] = ""
+    metadata_key: Annotated[str | None, Meta(description="As data.metadata_key, for this set.")] = ""
     options: Annotated[Options, Meta(description="As data.options, for this set.")] = {}
     reward: Annotated[str | None, Meta(description="Reward function of this set; null takes the run's reward.")] = None
     reward_options: Annotated[Options, Meta(description="Keyword arguments of this set's reward.")] = {}
@@ -318,8 +335,9 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     keep_last: Annotated[int, Meta(ge=1, description="Checkpoints kept, newest first.")] = 2
     keep_best: Annotated[int, Meta(ge=0, description="Best checkpoints kept beside them, by best_metric.")] = 1
     best_metric: Annotated[
-        str, Meta(description="Metric of an evaluation that the best checkpoint has the highest value of.")
-    ] = "eval/accuracy"
+        str | None,
+        Meta(description="Metric of an evaluation, higher is better; null takes the accuracy of the first set."),
+    ] = None
     keep_every: Annotated[
         int, Meta(ge=0, description="Checkpoints of every so many steps are kept for good; 0: none.")
     ] = 0

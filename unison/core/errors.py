@@ -107,3 +107,7 @@ class RolloutInterrupted(UnisonError):
 
 class FaultError(UnisonError, RuntimeError):
     """Raised at a fault point that a test has armed; never in a run of its own accord."""
+
+
+class HookError(UnisonError, RuntimeError):
+    """A user's hook that raised; the run has saved what it had done."""

@@ -29,16 +29,13 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
     """The samples as bytes. Raises DataError for metadata that JSON cannot hold."""
-    texts: list[str] = []
-    places: dict[int, int] = {}
-    for sample in samples:
-        if id(sample.metadata) not in places:
-            places[id(sample.metadata)] = len(texts)
-            texts.append(_metadata_text(sample))
+    # By content, not by object: equal samples are equal bytes, whether they were just drawn or read from a file.
+    texts = [_metadata_text(sample) for sample in samples]
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     envelope = _Envelope(
         format=FORMAT,
-        metadata=texts,
-        metadata_index=[places[id(sample.metadata)] for sample in samples],
+        metadata=list(places),
+        metadata_index=[places[text] for text in texts],
         samples=[replace(sample, metadata={}) for sample in samples],
     )
     try:

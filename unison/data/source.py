@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
@@ -17,7 +17,8 @@ Split = Literal["train", "eval"]
 class PromptRow:
     """One prompt: raw text, or chat messages as ``{"role": ..., "content": ...}``.
 
-    ``label`` is the reference answer as the source gave it (a number stays a number).
+    ``label`` is the reference answer as the source gave it (a number stays a number). ``row_id``
+    names the prompt: it seeds the noise of its samples, and no two rows of a source share one.
     """
 
     row_id: str
@@ -32,7 +33,12 @@ class PromptRow:
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """Rows by index. The order never changes; whoever draws from it shuffles."""
+    """Rows by index. The order never changes; whoever draws from it shuffles.
+
+    Two attributes may be there besides: ``skipped``, a list of lines about rows left out; and
+    ``identity``, a text that the rows are a pure function of. A source with an identity makes its
+    rows when they are asked for, so they are not all read when a run starts.
+    """
 
     def __len__(self) -> int: ...
 
@@ -44,13 +50,33 @@ SourceFactory = Callable[[DataConfig, Split, int], PromptSource]
 _registry: Registry[SourceFactory] = Registry(
     "data source",
     ConfigError,
-    {"jsonl": "unison.data.jsonl:open_jsonl", "sums": "unison.data.sums:open_sums"},
+    {
+        "jsonl": "unison.data.jsonl:open_jsonl",
+        "parquet": "unison.data.parquet:open_parquet",
+        "datasets": "unison.data.hub:open_datasets",
+        "reasoning_gym": "unison.data.gym:open_gym",
+        "sums": "unison.data.sums:open_sums",
+    },
 )
 register_source: Final = _registry.register
 
 
+class Subset:
+    """Some rows of a source, in the order of ``indices``."""
+
+    def __init__(self, source: PromptSource, indices: Sequence[int]) -> None:
+        self._source = source
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int, /) -> PromptRow:
+        return self._source[self._indices[index]]
+
+
 def load_source(config: DataConfig, split: Split, seed: int) -> PromptSource:
-    """Open the configured source for one split.
+    """Open the configured source for one split; ``data.mix`` and ``data.filter`` are not its business.
 
     A source is a function ``(config, split, seed) -> PromptSource``, registered or named as
     ``module:function``. Raises ConfigError where it is unknown or set up wrongly, DataError where
@@ -71,11 +97,14 @@ def load_source(config: DataConfig, split: Split, seed: int) -> PromptSource:
         )
     if len(source) == 0:
         raise DataError(f"data.source={config.source!r} has no prompts for {split}")
-    if not isinstance(source[0], PromptRow):
-        raise ConfigError(
-            f"data.source={config.source!r} holds {type(source[0]).__name__} objects; its rows must be PromptRow"
-        )
+    _check_rows(source, config.source)
     return source
+
+
+def identity_of(source: PromptSource) -> str | None:
+    """What the rows of a generated source are a function of; None where the rows themselves must be read."""
+    identity = getattr(source, "identity", None)
+    return identity if isinstance(identity, str) else None
 
 
 def refuse_settings(config: DataConfig, *names: str) -> None:
@@ -85,3 +114,19 @@ def refuse_settings(config: DataConfig, *names: str) -> None:
         value = getattr(config, name)
         if value != getattr(neutral, name):
             raise ConfigError(f"data.{name}={value!r} has no effect with data.source={config.source!r}; remove it")
+
+
+def _check_rows(source: PromptSource, name: str) -> None:
+    seen: dict[str, int] = {}
+    for index in range(len(source) if identity_of(source) is None else 1):
+        row = source[index]
+        if not isinstance(row, PromptRow):
+            raise ConfigError(f"data.source={name!r} holds {type(row).__name__} objects; its rows must be PromptRow")
+        if not isinstance(row.row_id, str) or not row.row_id:
+            raise DataError(f"row {index} of data.source={name!r} has the row_id {row.row_id!r}; give it a name")
+        if row.row_id in seen:
+            raise DataError(
+                f"rows {seen[row.row_id]} and {index} of data.source={name!r} share the row_id {row.row_id!r}, so "
+                "their samples would share their noise; give each row a row_id of its own"
+            )
+        seen[row.row_id] = index

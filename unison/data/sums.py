@@ -71,7 +71,7 @@ class SumsSource:
 
 def open_sums(config: DataConfig, split: Split, seed: int) -> PromptSource:
     """One split of the sums, as configured in ``data.options``. Raises ConfigError on a wrong option."""
-    refuse_settings(config, "train", "eval", "prompt_key", "label_key", "on_bad_row")
+    refuse_settings(config, "train", "eval", "layout", "prompt_key", "label_key", "metadata_key", "on_bad_row")
     options = read_options(config.options)
     eval_prompts, train_pairs = _split_pairs(options, seed)
     if split == "eval":

@@ -39,7 +39,8 @@ def json_text(value: object) -> str:
 def write_json(path: Path, value: object) -> None:
     """Replace the file in one move, so that no reader meets half of it. Raises OSError."""
     text = json_text(value)
-    part = path.with_name(f".{path.name}.part")
+    # Two programs may write the same file at once: the later one wins, and neither meets the other's half.
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", newline="\n")
         os.replace(part, path)

@@ -33,7 +33,7 @@ class RewardScorer:
     """Scores with the reward of a set."""
 
     def __init__(self, settings: SetSettings) -> None:
-        self._reward = load_reward(settings.reward)
+        self._reward = load_reward(settings.reward, label_column=settings.data.label_key)
 
     def __call__(self, samples: Sequence[Sample]) -> RewardReport:
         return score(samples, self._reward)

@@ -290,9 +290,9 @@ _SYSTEM: Final = (
     _metric(
         "data/skipped",
         "prompts",
-        "Prompts skipped so far: broken rows and prompts over the limit, where they are not set to fail.",
+        "Training prompts left out so far: broken rows, those data.filter left out, too short and too long ones.",
         "0",
-        "mend the rows named in the messages, or raise data.max_prompt_tokens",
+        "the notes at the start name the first ten for each reason",
     ),
     _metric(
         "alarms/active",

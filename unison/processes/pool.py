@@ -57,7 +57,7 @@ class WorkerPool:
 
     ``target`` is a ``module:object`` of trusted code, called in each worker with ``argument``; what it returns is
     called with each payload and has a ``description`` (``unison.processes.worker.Service``). ``memory_mb`` bounds a
-    worker's address space. Raises WorkerError, with its reason, where the first worker cannot open its service.
+    worker's address space. Raises WorkerError, with the worker's reason, where the first one cannot open its service.
 
     A pool that is closed, left as a context, garbage or of a process that ended, however it ended, leaves no process.
     """
@@ -307,6 +307,7 @@ class _Place:
             else:
                 return worker
             self._worker = None
+            self._crew.count_restart()
             how = self._crew.dismiss(worker, is_gone=True)
             if how.startswith("its process") and "ended" in reason:
                 reason = f"a worker could not start: {how}"

@@ -93,8 +93,10 @@ class WorkerProcess:
     def greet(self, timeout_s: float) -> bytes:
         """Its service's description, once that is open; ``timeout_s`` counts from the start of the process.
 
-        Raises RefusedError, LateError or GoneError.
+        Raises RefusedError, LateError or GoneError, the last one also where it has ended since it was greeted.
         """
+        if self._greeting is None and _has_ended(self._process, 0.0):
+            raise GoneError("it ended between two calls")
         if self._greeting is not None:
             until = self.started + timeout_s
             self._send(self._greeting, until)
@@ -182,7 +184,7 @@ class WorkerProcess:
             raise GoneError(f"it wrote what is no reply: {error}") from error
 
     def _wait(self, until: float, wanted: tuple[int, int]) -> set[int]:
-        """Descriptors that something can be done with. Raises LateError at ``until``; reads what is printed."""
+        """Descriptors that are ready. Raises LateError at ``until``; reads what is printed meanwhile."""
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise LateError

@@ -22,7 +22,7 @@ MAX_ANSWER_CHARS: Final = 20_000
 """Longer answers are scored as no answer."""
 
 _ALGEBRA: Final = re.compile(
-    r"(?:\s|\d{1,12}(?:\.\d{0,12})?|[-+*/()]|(?<![A-Za-z])(?:[A-Za-z](?!\s*\()|sin|cos|tan|exp|log|sqrt|asin|acos|atan"
+    r"(?:\s|\d{1,40}(?:\.\d{0,20})?(?![\w.])|[-+*/()]|(?<![A-Za-z])(?:[A-Za-z](?!\s*\()|sin|cos|tan|exp|log|sqrt|asin|acos|atan"
     r"|sinh|cosh|tanh)(?![A-Za-z]))*"
 )
 _POWER: Final = re.compile(r"\*\*\s*(\(?\s*-?\s*\d{1,3}(?:\s*/\s*\d{1,2})?\s*\)?|[A-Za-z](?![A-Za-z(]))(?!\s*\*\*)")

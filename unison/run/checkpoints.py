@@ -26,12 +26,21 @@ class RunCheckpoints:
     A save that fails stops the run, or under ``checkpoint.on_error="warn"`` is said and tried again next time.
     """
 
-    def __init__(self, parts: Parts, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        on_saved: Callable[[Saved], None] = lambda saved: None,
+    ) -> None:
+        """``on_saved`` hears of each save once it is complete, in the caller's thread."""
         config = parts.config.checkpoint
         self._config = config
         self._num_steps = parts.config.trainer.steps
         self._trainer = parts.trainer
         self._say = say
+        self._on_saved = on_saved
+        self._told: Saved | None = None
         self._saver = Saver(
             folder.checkpoints,
             Retention(keep_last=config.keep_last, keep_best=config.keep_best, keep_every=config.keep_every),
@@ -59,11 +68,12 @@ class RunCheckpoints:
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:
         """Raise ConfigError where the best checkpoint goes by a metric that the evaluation does not have."""
-        if self._config.keep_best > 0 and self._config.best_metric not in evaluated:
+        wanted = self._config.best_metric
+        if self._config.keep_best > 0 and wanted is not None and wanted not in evaluated:
             names = sorted(name for name in evaluated if name.startswith("eval/"))
             raise ConfigError(
-                f"checkpoint.best_metric={self._config.best_metric!r} is no metric of the evaluation"
-                f"{did_you_mean(self._config.best_metric, names)} (it has {', '.join(names)})"
+                f"checkpoint.best_metric={wanted!r} is no metric of the evaluation{did_you_mean(wanted, names)} "
+                f"(it has {', '.join(names)})"
             )
 
     def save_now(self, state: RunState, pending: Sequence[Sample]) -> Path | None:
@@ -91,11 +101,14 @@ class RunCheckpoints:
             self._say(f"note: {error}")
 
     def _score(self, evaluated: Mapping[str, float]) -> float | None:
-        value = evaluated.get(self._config.best_metric)
+        accuracies = ["eval/accuracy", *(name for name in evaluated if name.endswith("/accuracy"))]
+        name = self._config.best_metric or next((name for name in accuracies if name in evaluated), "")
+        value = evaluated.get(name)
         return value if value is not None and math.isfinite(value) else None
 
     def _begin(self, state: RunState, pending: Sequence[Sample], score: float | None) -> None:
         documents = {STATE_FILE: msgspec.to_builtins(state), RANDOM_FILE: random_states()}
+        self._wait()
         blobs = {PENDING_FILE: encode_samples(pending)} if pending else {}
         self._guarded(
             lambda: self._saver.begin(state.step, self._trainer.state_tensors(), documents, blobs, score=score)
@@ -107,7 +120,11 @@ class RunCheckpoints:
     def _wait(self) -> Saved | None:
         saved: list[Saved | None] = []
         self._guarded(lambda: saved.append(self._saver.wait()))
-        return saved[0] if saved else None
+        found = saved[0] if saved else None
+        if found is not None and found is not self._told:
+            self._told = found
+            self._on_saved(found)
+        return found
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

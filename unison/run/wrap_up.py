@@ -47,7 +47,9 @@ def finish(
             problem = error
     if parts.config.log.plot:
         _draw_plot(folder, parts.config.run.name, progress)
-    _write_summary(folder, _summary(parts, result, seconds), progress)
+    summary = _summary(parts, result, seconds)
+    _write_summary(folder, summary, progress)
+    parts.hooks.tell("on_finish", summary)
     folder.event("finished", step=parts.config.trainer.steps, weights_digest=result.weights_digest)
     for line in _last_words(folder, parts.config, result, seconds):
         progress.print(line)

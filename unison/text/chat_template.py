@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from unison.core.errors import DataError, ModelError
 from unison.text.template_sandbox import TemplateEnvironment, template_budget
@@ -25,7 +26,8 @@ _PROBE: Final = "content-part-probe"
 class ChatTemplate:
     """One jinja template, compiled.
 
-    ``special_tokens`` (``bos_token``, ``eos_token``, ...) are variables that every rendering sees.
+    ``special_tokens`` (``bos_token``, ``eos_token``, ...) are variables that every rendering sees;
+    ``variables`` are the names that the template reads from outside, theirs among them.
     Raises ModelError where the template does not parse.
     """
 
@@ -33,7 +35,9 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._template = TemplateEnvironment().load(source)
+            environment = TemplateEnvironment()
+            self._template = environment.load(source)
+            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
             line = getattr(error, "lineno", 0)
             raise ModelError(f"the model's chat template does not parse: line {line}: {error}") from error

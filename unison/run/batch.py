@@ -1,0 +1,75 @@
+"""The samples of a step: what is trained of them, and what the ledger says became of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from unison.assembly import Parts
+from unison.core.records import Sample
+from unison.rollout.ledger import GroupAccount, LedgerEntry, group_accounts
+from unison.training.rows import TrainingRow
+from unison.training.totals import StepTotals
+
+_MAX_CURSOR_CHARS = 4096
+"""A place in the data that takes more (a curriculum's) is kept in checkpoints only."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The samples of a step, as drawn, and what is trained of them."""
+
+    samples: list[Sample]
+    filtered: dict[str, str]
+    """Groups the filter discarded, with its reasons."""
+    kept: list[Sample] = field(default_factory=list)
+    advantages: Tensor | None = None
+    rows: list[TrainingRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What a step is tied to, for whoever checks it later."""
+
+    base: str
+    """Of the model the run began from."""
+    weights: str
+    """Of the policy after the step."""
+    samples: str | None
+    """Of the file of its samples."""
+
+
+def batch_accounts(batch: Batch, totals: StepTotals) -> dict[str, GroupAccount]:
+    """What became of each prompt of a batch, once the step is done."""
+    trained = {row.sample_id for row in batch.rows if row.is_trained} if totals.updated else set()
+    return group_accounts(batch.samples, trained, batch.filtered)
+
+
+def ledger_entry(
+    parts: Parts,
+    step: int,
+    batch: Batch,
+    groups: dict[str, GroupAccount],
+    totals: StepTotals,
+    *,
+    draws: list[int],
+    digests: Digests,
+) -> LedgerEntry:
+    """The entry of one step, made once its weights are published and the data has heard of its rewards."""
+    cursor = parts.cursor.state_dict()
+    return LedgerEntry(
+        step=step,
+        draws=draws,
+        groups=groups,
+        filtered=list(batch.filtered),
+        reward_sum=sum(sample.reward for sample in batch.samples if sample.reward is not None),
+        loss=totals.loss,
+        grad_norm=totals.grad_norm,
+        optimizer_steps=parts.trainer.num_steps,
+        weights_version=parts.engine.weights.version,
+        weights_digest=digests.weights,
+        base_digest=digests.base,
+        samples_sha256=digests.samples,
+        cursor=cursor if len(str(cursor)) <= _MAX_CURSOR_CHARS else {},
+    )

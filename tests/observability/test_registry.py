@@ -90,4 +90,4 @@ def test_a_family_stands_for_the_metrics_with_names_of_users() -> None:
     for name in [*unknown, f"a/part/{'x' * 65}/mean"]:
         with pytest.raises(MetricError, match="not registered"):
             registry.check([name])
-    assert "| `a/part/<name>/mean` |" in render_page(registry)
+    assert '| <a id="a-part-name-mean"></a>`a/part/<name>/mean` |' in render_page(registry)

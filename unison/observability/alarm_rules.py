@@ -92,6 +92,15 @@ def _unscorable(history: History, config: AlarmConfig) -> Seen | None:
     )
 
 
+def _timeouts(history: History, config: AlarmConfig) -> Seen | None:
+    return _over(
+        _share(history, "reward/timeouts"),
+        config.unscorable_share,
+        "calls of the reward past their deadline came to {value:.0%} of the samples of the last "
+        f"{config.window} steps (limit {{limit:.0%}})",
+    )
+
+
 def _truncated(history: History, config: AlarmConfig) -> Seen | None:
     return _over(
         history.mean("rollout/truncated_share"),
@@ -202,8 +211,16 @@ RULES: Final[tuple[Rule, ...]] = (
         "unscorable",
         "rollout/unscorable",
         _unscorable,
-        "the reward fails or runs out of time on them",
-        "see the errors in rollouts.jsonl, and mend the reward or raise reward.timeout_s",
+        "the reward fails on them",
+        "see the errors in rollouts.jsonl, and mend the reward",
+        "rollout/samples",
+    ),
+    _rule(
+        "timeouts",
+        "reward/timeouts",
+        _timeouts,
+        "the reward is too slow, or hangs on what the policy writes",
+        "see the errors in rollouts.jsonl, and make the reward faster or raise reward.timeout_s",
         "rollout/samples",
     ),
     _rule(

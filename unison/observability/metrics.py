@@ -151,7 +151,7 @@ _ROLLOUT: Final = (
         "processes",
         "Grader processes replaced after a timeout or a crash.",
         "0",
-        "as for reward/timeouts and reward/crashes",
+        "see reward/timeouts and reward/crashes",
     ),
     _metric(
         "reward/part/<name>/mean",
@@ -372,8 +372,20 @@ _EVAL: Final = (
         "above eval/accuracy, and rising with k",
         "flat while eval/accuracy rises: the model does more surely what it could do before, and nothing new",
     ),
-    _metric("eval/pass_at_ci_low/<k>", "share", f"Lower end of its confidence {_CONFIDENCE}.", "-", "as above"),
-    _metric("eval/pass_at_ci_high/<k>", "share", f"Upper end of its confidence {_CONFIDENCE}.", "-", "as above"),
+    _metric(
+        "eval/pass_at_ci_low/<k>",
+        "share",
+        f"Lower end of the confidence {_CONFIDENCE} of eval/pass_at/<k>.",
+        "within about 0.05 of it",
+        _CI_ADVICE,
+    ),
+    _metric(
+        "eval/pass_at_ci_high/<k>",
+        "share",
+        f"Upper end of the confidence {_CONFIDENCE} of eval/pass_at/<k>.",
+        "within about 0.05 of it",
+        _CI_ADVICE,
+    ),
     _metric(
         "eval/problems",
         "prompts",
@@ -394,28 +406,29 @@ _EVAL: Final = (
         "share",
         "The accuracy with every unscorable sample at 0, logged where there is one.",
         "near eval/accuracy",
-        "as for eval/unscorable",
+        "see eval/unscorable",
     ),
     _metric(
         "eval/accuracy_if_unscorable_1",
         "share",
         "The accuracy with every unscorable sample at 1, logged where there is one.",
         "near eval/accuracy",
-        "as for eval/unscorable",
+        "see eval/unscorable",
     ),
 )
 
 
 def _of_each_set(metric: Metric) -> Metric:
     name = metric.name.replace("eval/", "eval/<set>/", 1)
-    same = f"As {metric.name}"
-    return replace(metric, name=name, description=f"{same}, of a named evaluation set.", advice=same.lower())
+    return replace(
+        metric, name=name, description=f"As {metric.name}, of a named evaluation set.", advice=f"see {metric.name}"
+    )
 
 
 _EVAL_SETS: Final = tuple(map(_of_each_set, _EVAL))
 
 _EVAL_TIMES: Final = (
-    _metric("eval/<set>/seconds", "s", "Time of the evaluation of one named set.", "-", _NO_ADVICE),
+    _metric("eval/<set>/seconds", "s", "Time of the evaluation of one named set.", "steady", _NO_ADVICE),
     _metric("eval/seconds", "s", "Time of the evaluation.", "far below the run", "lower eval.problems or eval.samples"),
     _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
 )

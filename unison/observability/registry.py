@@ -96,7 +96,7 @@ class MetricRegistry:
 
 def anchor(name: str) -> str:
     """The anchor of a metric in the page: ``train/grad_norm`` -> ``train-grad_norm``."""
-    return name.replace("/", "-")
+    return re.sub(r"[<>]", "", name).replace("/", "-")
 
 
 def render_page(registry: MetricRegistry) -> str:

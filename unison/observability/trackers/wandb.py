@@ -50,6 +50,8 @@ def open_wandb(run: TrackerRun) -> MetricSink:
         id=run.memory.run_id(begins=run.resume_step is None),
         resume="never" if run.resume_step is None else "allow",
         config=dict(run.config),
+        # A continued run may have other settings, such as more steps.
+        allow_val_change=True,
         settings=wandb.Settings(**SETTINGS),
         **options,
     )

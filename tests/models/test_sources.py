@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from unison.core.errors import ModelError
+from unison.models.hub import FILES, is_hub_name
 from unison.models.sources import cache_dir, resolve_model
 
 
@@ -62,10 +64,38 @@ def test_a_near_name_is_answered_with_the_right_one(name: str) -> None:
         resolve_model(name)
 
 
-def test_an_unknown_name_lists_the_short_names_and_says_that_no_hub_is_asked() -> None:
-    with pytest.raises(ModelError, match=r"short names: smollm2-135m, tiny-random; .*hub are not fetched") as caught:
+def test_an_unknown_name_lists_the_short_names() -> None:
+    with pytest.raises(
+        ModelError, match=r"short names: smollm2-135m, tiny-random; a model on a hub is named owner/model"
+    ):
+        resolve_model("Zebra-1000B")
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do() -> None:
+    with pytest.raises(ModelError, match=r"not in the local cache of the hub.*give its folder.*short names") as caught:
         resolve_model("qwen9/Zebra-1000B")
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_hub_name_fetches_weights_and_data_and_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.update(name=name, revision=revision, patterns=allow_patterns)
+        return str(model_folder(tmp_path / "m", "config.json", "model.safetensors"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("Qwen/Qwen2.5-0.5B@main") == tmp_path / "m"
+    assert (asked["name"], asked["revision"]) == ("Qwen/Qwen2.5-0.5B", "main")
+    for name in ("modeling_own.py", "pytorch_model.bin", "model.pt", "weights.pkl", "run.sh"):
+        assert not any(fnmatch.fnmatch(name, str(pattern)) for pattern in FILES)
+    for name in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "chat_template.jinja"):
+        assert any(fnmatch.fnmatch(name, str(pattern)) for pattern in FILES)
+
+
+@pytest.mark.parametrize("name", ["../evil/model", "a/b/c", "owner/", "/model", "owner/../x", "a b/c", "owner/model@"])
+def test_what_is_no_hub_name_is_never_asked_for(name: str) -> None:
+    assert not is_hub_name(name)
 
 
 def test_an_empty_name_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder on this machine, or a short name. No hub is ever asked."""
+"""Where a model comes from: a folder on this machine, a short name, or the name of one on a hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unison.core.errors import ModelError
 from unison.models.cache import cache_dir
+from unison.models.hub import fetch_model, is_hub_name
 from unison.models.packaged import PACKAGED_MODELS, ensure
 
 __all__ = ["cache_dir", "resolve_model"]
@@ -18,8 +19,9 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 def resolve_model(name_or_path: str) -> Path:
     """The folder of a model in Hugging Face layout, ready to load.
 
-    An existing path is taken as it is; the model of a short name is fetched and converted, or made,
-    at its first use. Raises ModelError where the folder cannot be loaded from, or the name is unknown.
+    An existing path is taken as it is; the model of a short name is fetched and converted, or made, at its first
+    use; ``owner/model`` is fetched from the hub, where one can be reached. Raises ModelError where the folder cannot be
+    loaded from, or the name is unknown.
     """
     if not name_or_path:
         raise ModelError(f"the model's name is empty; give a folder, or one of {short_names()}")
@@ -34,7 +36,14 @@ def resolve_model(name_or_path: str) -> Path:
         from unison.models.tiny_random import ensure_tiny_random
 
         return ensure_tiny_random()
-    raise ModelError(unknown(name_or_path))
+    if not is_hub_name(name_or_path):
+        raise ModelError(unknown(name_or_path))
+    try:
+        folder = fetch_model(name_or_path)
+    except ModelError as error:
+        raise ModelError(f"{error}; {_hint(name_or_path)}short names: {short_names()}") from error
+    check_folder(folder)
+    return folder
 
 
 def check_folder(folder: Path) -> None:
@@ -58,12 +67,15 @@ def check_folder(folder: Path) -> None:
 
 
 def unknown(name: str) -> str:
-    close = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), known_names(), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     return (
-        f"model {name!r} is neither an existing folder nor a short name; {hint}short names: {short_names()}; "
-        f"names on a model hub are not fetched: download the model and give its folder"
+        f"model {name!r} is neither an existing folder nor a short name; {_hint(name)}short names: {short_names()}; "
+        "a model on a hub is named owner/model"
     )
+
+
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), known_names(), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def known_names() -> list[str]:

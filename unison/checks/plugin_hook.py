@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from unison.checks.plugin_report import Report, call, frozen_copy
 from unison.checks.plugin_reward import made_up_samples
 from unison.config.names import did_you_mean
-from unison.observability.hooks import HOOK_METHODS, hook_methods
+from unison.config.schema import ModelConfig, TrainConfig
+from unison.observability.hooks import HOOK_METHODS, HookedRun, hook_methods
 
 
 def check_hook(report: Report, path: str, found: Any, options: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def _check_method(report: Report, hook: Any, name: str) -> None:
 
 def _arguments(name: str) -> list[Any]:
     made_up: dict[str, Any] = {
-        "run": SimpleNamespace(name="made-up", config={}, folder=Path("runs/made-up"), step=0),
+        "run": HookedRun("made-up", Path("runs/made-up"), TrainConfig(model=ModelConfig(path="tiny-random")), 0),
         "step": 1,
         "samples": made_up_samples(),
         "metrics": {"rollout/reward_mean": 0.5, "train/loss": 0.01},

@@ -77,7 +77,7 @@ def test_secrets_and_logins_stay_here() -> None:
     config = config_of("mlflow", mlflow__tracking_uri="https://me:pass@host")
     flat = tracker_config(config)
     assert flat["reward.options.api_key"] == "(hidden)" and flat["reward.options.top_key"] == 3
-    assert flat["data.prompt_key"] == "prompt"
+    assert flat["data.prompt_key"] != "(hidden)" and flat["data.max_prompt_tokens"] == 4096
     assert flat["log.tracker_options.mlflow.tracking_uri"] == "https://(hidden)@host"
     assert "s3cret" not in public_toml(config) and "me:pass" not in public_toml(config)
     assert "s3cret" not in json.dumps(flat) and "pass@" not in json.dumps(flat)

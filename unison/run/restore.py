@@ -28,6 +28,7 @@ from unison.core.errors import CheckpointError, ConfigError, DataError
 from unison.core.records import Sample
 from unison.core.wire import decode_samples
 from unison.observability.run_folder import RunFolder
+from unison.rollout.collect import unanswered, unscored
 from unison.rollout.ledger import read_ledger
 from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
@@ -62,6 +63,9 @@ def own_start(folder: RunFolder, config: TrainConfig) -> Start | None:
         return None
     start = _start_of(loaded)
     start.changes = describe(check_changes(old, config, has_pending=bool(start.pending)))
+    if any(path.startswith("reward.") for path in start.changes):
+        for sample in start.pending:
+            unscored(sample)
     start.notes = notes
     return start
 
@@ -87,11 +91,8 @@ def fork_start(config: TrainConfig) -> Start:
                 f"run.fork={config.run.fork!r}: its model.{name} is {getattr(old.model, name)!r}, this one's "
                 f"{getattr(config.model, name)!r}; the state of one model is no other's"
             )
-    if start.pending:
-        start.notes.append(
-            f"{len(start.pending)} pending samples of {run} are not taken over; their prompts come again"
-        )
-    start.pending, start.state.pending_draws = [], []
+    # The prompts of a rollout half done are drawn already, and answered under the new settings.
+    start.pending = unanswered(start.pending)
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
     start.state.seconds = 0.0
     start.changes = describe(diff_configs(old, config))
@@ -154,6 +155,7 @@ def _restore_cursor(parts: Parts, start: Start) -> None:
         if not start.is_fork:
             raise
         start.notes.append(f"the data begins anew: {error}")
+        start.pending, start.state.pending_draws = [], []
 
 
 def _start_of(loaded: Loaded) -> Start:

@@ -13,7 +13,9 @@ from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
 from unison.core.sampling import SamplingParams
 from unison.data.cursor import Cursor
+from unison.data.mixture import part_config
 from unison.data.prompts import EncodedPrompt
+from unison.data.source import load_source
 from unison.data.training import TrainingPrompts, open_training
 from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
@@ -130,6 +132,20 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         sampling=training_sampling(config.rollout),
         notes=notes,
     )
+
+
+def check_plan(config: TrainConfig) -> None:
+    """Raise what ``build_parts`` would raise before it looks at the model: names, options, rewards, data files."""
+    check_arithmetic(config)
+    check_trackers(config.log)
+    get_advantage(config.algorithm.name)
+    load_filter(config.rollout.filter)
+    load_rollout(config.rollout.function)
+    Hooks(config.run.hooks)
+    load_reward(config.reward, label_column=config.data.label_key).close()
+    parts = [part_config(config.data, part) for part in config.data.mix.values()] or [config.data]
+    for part in parts if config.trainer.steps else ():
+        load_source(part, "train", config.run.seed)
 
 
 def build_prompts(config: TrainConfig) -> TrainingPrompts:

@@ -179,6 +179,7 @@ class Run:
             metrics |= self.accounts(metrics, totals, time.perf_counter() - started)
             self.record(step, batch, totals)
             await self.conclude(step, metrics)
+        await self._evaluate_last()
 
     async def rollout(self, step: int) -> tuple[Batch, Metrics]:
         """Draw the step's samples and score them; groups the filter discards are replaced as often as configured."""
@@ -409,6 +410,13 @@ class Run:
             "saved", step=saved.step, checkpoint=saved.path.name, seconds=saved.seconds, notes=saved.notes
         )
         self.parts.hooks.tell("on_checkpoint", saved.step, saved.path)
+
+    async def _evaluate_last(self) -> None:
+        """A run that was cut short by its configuration has not been evaluated at its end yet."""
+        if self.parts.evaluation and self.step > 0 and str(self.step) not in self.evaluations:
+            metrics = await self.evaluate(self.step)
+            self._sinks.log(self.step, metrics)
+            self.checkpoints.save(self.state, metrics)
 
     def _warn(self, message: str) -> None:
         self._progress.print(f"warning: {message}")

@@ -152,7 +152,7 @@ def test_prompts_of_a_rollout_under_way_are_pending(
         monkeypatch.undo()
         code, said = checked(folder, capsys)
         assert code == 0, said
-        assert f"{steps} steps, {3 * steps} prompts drawn" in said and "3 pending; in the order of the data" in said
+        assert f"{steps} steps, {3 * steps + 3} prompts drawn" in said and "3 pending; in the order of the data" in said
 
 
 def test_what_a_killed_save_left_is_said_and_is_no_problem(run: Path, capsys: Capture) -> None:

@@ -278,3 +278,10 @@ def test_two_configurations_are_compared_key_by_key(tmp_path: Path) -> None:
     assert difference["data.mix.easy.weight"] == (3.0, 1.0)
     assert difference["data.mix.hard.source"] == ("sums", MISSING)
     assert "trainer.learning_rate" not in difference
+
+
+def test_all_unknown_keys_of_a_file_are_told_together(tmp_path: Path) -> None:
+    text = "[trainer]\nstep = 1\nlearning_rate = 1\n[rollotu]\nn = 2\n[actor_rollout_ref.rollout]\nn = 8\n"
+    lines = complaint(files=(write(tmp_path, text),)).splitlines()
+    assert [line.split(" ")[0].rpartition(":")[0].rpartition(":")[2] for line in lines] == ["2", "5", "7"]
+    assert "trainer.steps" in lines[0] and "rollout.samples_per_prompt here (verl)" in lines[2]

@@ -207,3 +207,13 @@ def test_combining_nothing_or_combinations_is_refused() -> None:
     inner = combine({"f": (looked_up({}), 1.0)})
     with pytest.raises(RewardError, match="itself combined"):
         combine({"outer": (inner, 1.0)})
+
+
+def test_a_part_of_weight_zero_is_logged_and_neither_decides_nor_fails() -> None:
+    group = [finished(name) for name in "abc"]
+    f = looked_up({"a": 1, "b": 0, "c": None})
+    logged = looked_up({"a": 5, "b": RuntimeError("no"), "c": 7})
+    report = score(group, combine({"f": (f, 1.0), "logged": (logged, 0.0)}))
+    assert [sample.reward for sample in group] == [1.0, 0.0, None]
+    assert [sample.reward_parts["logged"] for sample in group] == [5.0, None, 7.0]
+    assert report.num_unscorable == 1 and "no opinion" in report.failures[0].reason

@@ -281,3 +281,18 @@ def test_what_was_scored_by_a_reward_that_changed_is_scored_again(
     interrupted_in_step(tmp_path / "run", config, 1, monkeypatch)
     train("run", eval={"problems": 0})
     assert ledger_of(tmp_path / "run") == ledger_of(tmp_path / "whole")
+
+
+def test_a_run_that_is_cut_short_is_evaluated_at_its_end(
+    train: Run, tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, dict[str, Any]] = {"checkpoint": {"every": 2}, "trainer": {"steps": 4, "learning_rate": 1e-3}}
+    config = make_config(tiny_model_dir(), tmp_path / "run", **settings)
+    interrupted_in_step(tmp_path / "run", config, 3, monkeypatch)
+    # The third step's rollout is half done: it is taken up, and the run ends there.
+    train("run", trainer={"steps": 3})
+    assert "eval/accuracy" in metrics_of(tmp_path / "run")[-1]
+    train("short", trainer={"steps": 2})
+    train("short", trainer={"steps": 4})
+    steps = [line["step"] for line in metrics_of(tmp_path / "short") if "eval/accuracy" in line]
+    assert steps == [0, 2, 4]

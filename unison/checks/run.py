@@ -56,7 +56,7 @@ def _ledger(run: Path, entries: list[LedgerEntry], pending: list[str], is_fork: 
     problems = audit(entries, pending=pending)
     if entries and entries[0].step != 1 and not is_fork:
         problems.append(f"it begins with step {entries[0].step}, and the run is no fork")
-    text = f"{len(entries)} steps, {sum(len(entry.groups) for entry in entries)} prompts drawn"
+    text = f"{len(entries)} steps, {sum(len(entry.groups) for entry in entries) + len(pending)} prompts drawn"
     accounts = [account for entry in entries for account in entry.groups.values()]
     trained = sum(account.outcome == "trained" for account in accounts)
     text += f": {trained} trained, {len(accounts) - trained} discarded, {len(pending)} pending"

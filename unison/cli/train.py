@@ -25,7 +25,7 @@ goes on from its newest checkpoint; Ctrl-C saves one first.
 
   --model NAME  short for --model.path NAME: a model folder, or a short name like smollm2-135m
   --fork RUN    short for --run.fork RUN: begin from the state of another run, RUN_FOLDER or RUN_FOLDER@STEP
-  --dry-run     print the resolved configuration and the batch arithmetic, and start nothing
+  --dry-run     print the resolved configuration and the batch arithmetic, look at rewards and data, start nothing
   --traceback   show where in the code an error comes from
 
 examples:
@@ -102,9 +102,10 @@ def _of_run_folder(files: list[str], flags: list[str]) -> tuple[list[str], list[
 
 
 def _print_plan(loaded: Loaded[TrainConfig]) -> None:
-    from unison.training.arithmetic import BatchArithmetic, check_arithmetic
+    from unison.assembly import check_plan
+    from unison.training.arithmetic import BatchArithmetic
 
     print(dump_toml(loaded.config, loaded.sources))
-    check_arithmetic(loaded.config)
+    check_plan(loaded.config)
     for line in BatchArithmetic.from_config(loaded.config).describe():
         print(f"# {line}")

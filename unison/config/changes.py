@@ -48,7 +48,9 @@ def describe(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
 
 def _why_fixed(path: str, has_pending: bool) -> str | None:
     if has_pending and path.startswith("rollout."):
-        return "a rollout is half done under the old settings; finish the step first"
+        return (
+            "a rollout is half done under the old settings; finish its step first, with trainer.steps set to end there"
+        )
     return FIXED.get(path) or FIXED.get(path.partition(".")[0])
 
 

@@ -39,15 +39,15 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[str, Any, str]]:
-    """``(dotted key, value, file:line)`` for each field; unknown sections and keys raise ConfigError."""
+    """``(dotted key, value, file:line)`` for each field.
+
+    Unknown sections and keys raise ConfigError, all of a file together: whoever brings a file from elsewhere has many.
+    """
+    unknown: list[str] = []
     for section, body in document.items():
         if section not in sections():
-            name = f"{section}.{next(iter(body))}" if isinstance(body, dict) and body else section
-            name = _foreign_name(section, body) or name
-            what = "section" if isinstance(body, dict) and not body else "key"
-            hint = did_you_mean(section, sections()) if what == "section" else ""
-            reason = f"is unknown{hint}" if hint else explain_unknown(name)
-            raise ConfigError(f"{_place(path, text, name)}: {what} {name} {reason}")
+            unknown += _unknown_section(section, body, path, text)
+            continue
         if not isinstance(body, dict):
             raise ConfigError(
                 f"{_place(path, text, section)}: {section} is {shown(body)}, but is a section; "
@@ -58,17 +58,35 @@ def flatten(document: dict[str, Any], path: Path, text: str) -> Iterator[tuple[s
             entries = _entries(name, value, path, text) if name in named_tables() else [(name, value)]
             for inner, inner_value in entries:
                 if find_field(inner) is None:
-                    inner = _foreign_name(inner, inner_value) or inner
-                    raise ConfigError(f"{_place(path, text, inner)}: key {inner} {explain_unknown(inner)}")
-                yield inner, _dotted(inner, inner_value), _place(path, text, inner)
+                    unknown += _unknown_keys(inner, inner_value, path, text)
+                else:
+                    yield inner, _dotted(inner, inner_value), _place(path, text, inner)
+    if unknown:
+        raise ConfigError("\n".join(unknown))
 
 
-def _foreign_name(name: str, value: Any) -> str | None:
-    """The first dotted name in or under ``name`` that is another system's, such as verl's nested keys."""
+def _unknown_section(section: str, body: Any, path: Path, text: str) -> list[str]:
+    if not isinstance(body, dict):
+        return [f"{_place(path, text, section)}: key {section} {explain_unknown(section)}"]
+    if not body:
+        hint = did_you_mean(section, sections())
+        reason = f"is unknown{hint}" if hint else explain_unknown(section)
+        return [f"{_place(path, text, section)}: section {section} {reason}"]
+    return [line for key, value in body.items() for line in _unknown_keys(f"{section}.{key}", value, path, text)]
+
+
+def _unknown_keys(name: str, value: Any, path: Path, text: str) -> list[str]:
+    """A line for the key, or for each of those in it that another system knows."""
+    names = _foreign_names(name, value) or [name]
+    return [f"{_place(path, text, one)}: key {one} {explain_unknown(one)}" for one in names]
+
+
+def _foreign_names(name: str, value: Any) -> list[str]:
+    """The dotted names in or under ``name`` that are another system's, such as verl's nested keys."""
     if find_foreign(name):
-        return name
+        return [name]
     inner = value.items() if isinstance(value, dict) else ()
-    return next((found for key, entry in inner if (found := _foreign_name(f"{name}.{key}", entry))), None)
+    return [found for key, entry in inner for found in _foreign_names(f"{name}.{key}", entry)]
 
 
 def _dotted(name: str, value: Any) -> Any:

@@ -227,7 +227,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "truncation",
         "rollout/truncated_share",
         _truncated,
-        "what is cut off has no answer to score",
+        "what is cut off may have no answer, and is not trained under algorithm.truncated = mask",
         "raise rollout.max_new_tokens, or give a stop string",
     ),
     # The rest: the policy or its arithmetic drifts.

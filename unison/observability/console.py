@@ -51,9 +51,9 @@ class ConsoleSink:
             f"reward {number('rollout/reward_mean'):6.3f} ± {number('rollout/reward_std'):5.3f}",
             f"len {number('rollout/length_mean'):5.1f}",
             f"kl {kl(metrics.get('train/kl')):>6}",
-            f"ent {number('train/entropy'):5.3f}",
+            f"ent {decimals(metrics.get('train/entropy')):>5}",
             f"trunc {percent(number('rollout/truncated_share')):>4}",
-            f"Δlogp {difference(number('rollout/logp_diff_max')):>7}",
+            f"Δlogp {difference(metrics.get('rollout/logp_diff_max')):>7}",
             f"tok/s roll {rate(number('rollout/tokens_per_s')):>5} train {rate(number('train/tokens_per_s')):>5}",
             f"eta {self._eta(step):>6}",
         ]
@@ -110,9 +110,14 @@ def score_with_interval(metrics: Mapping[str, float], name: str) -> str:
     return f"{metrics[name]:.3f}{interval}"
 
 
-def difference(value: float) -> str:
+def difference(value: float | None) -> str:
     """A log-prob difference: exactly 0 is shown as ``0``, so that no rounding can hide a mismatch."""
-    return "0" if value == 0 else f"{value:.1e}"
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def decimals(value: float | None) -> str:
+    """A dash where nothing was trained, so that nothing is measured."""
+    return "-" if value is None else f"{value:.3f}"
 
 
 def kl(value: float | None) -> str:
@@ -125,8 +130,10 @@ def percent(share: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Tokens per second in at most five characters: ``7.4``, ``312``, ``14.2k``."""
-    if not math.isfinite(value):
+    """Tokens per second in at most five characters: ``7.4``, ``312``, ``14.2k``; a dash where none is known."""
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
         return str(value)
     if value >= 99_950:
         return f"{value / 1000:.0f}k"

@@ -371,7 +371,6 @@ Started {started} by
 | `environment.json` | machine, library versions, threads, code version and numerics path of the run |
 | `metrics.jsonl` | one JSON object a step: `step` and the metrics by name; all names are explained in docs/metrics.md |
 | `rollouts.jsonl` | some samples of each step, one JSON object a sample; see below |
-| `evaluations/` | one file for each evaluation: settings, scores, intervals, every problem's scores, some answers |
 | `summary.json` | the outcome in a few numbers; written at the end |
 | `plot.png` | reward, held-out accuracy, lengths, KL, entropy and mismatch over the steps; drawn at the end |
 | `model/` | the trained model in Hugging Face layout, loadable by transformers and by Unison; exported at the end |

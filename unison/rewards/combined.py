@@ -51,8 +51,13 @@ class WeightedReward(ABC):
         """End what runs for it."""
 
     def total(self, values: Mapping[str, float | None]) -> float | None:
-        """The weighted sum of one sample's values. None is no opinion: the others decide; None from all is None."""
-        terms = [self.weights[name] * value for name, value in values.items() if value is not None]
+        """The weighted sum of one sample's values. None is no opinion: the others decide; None from all is None.
+
+        A part of weight 0 is only logged: it has no opinion either.
+        """
+        terms = [
+            self.weights[name] * value for name, value in values.items() if value is not None and self.weights[name]
+        ]
         return sum(terms) if terms else None
 
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float | None]:

@@ -129,7 +129,12 @@ def _settle(sample: Sample, outcomes: Mapping[str, Outcome], weighted: WeightedR
     if weighted.on_timeout == "zero":
         outcomes = {name: _zero_if_ran_out(value) for name, value in outcomes.items()}
     values = {name: None if isinstance(value, Failure) else value for name, value in outcomes.items()}
-    reasons = [f"{name}: {value.reason}" for name, value in outcomes.items() if isinstance(value, Failure)]
+    # A part of weight 0 is only logged: its failure takes no sample out of training.
+    reasons = [
+        f"{name}: {value.reason}"
+        for name, value in outcomes.items()
+        if isinstance(value, Failure) and weighted.weights[name]
+    ]
     total = weighted.total(values)
     if not reasons and total is None:
         reasons = [f"no opinion from {', '.join(outcomes)}"]

@@ -76,6 +76,10 @@ class RunCheckpoints:
                 f"(it has {', '.join(names)})"
             )
 
+    def save(self, state: RunState, evaluated: Mapping[str, float]) -> None:
+        """Begin a save, whatever was saved before."""
+        self._begin(state, (), self._score(evaluated))
+
     def save_now(self, state: RunState, pending: Sequence[Sample]) -> Path | None:
         """Save and wait, unless the last save holds all of it; the checkpoint, None where this session made none.
 

@@ -54,6 +54,8 @@ class Replay:
     """
 
     def __init__(self, run: Path, first_step: int) -> None:
+        if not (run / "config.toml").is_file():
+            raise ConfigError(f"{run} is no run folder: it has no config.toml")
         self.run = run
         self.folder = RunFolder.reopen(run)
         self._entries = {entry.step: entry for entry in read_ledger(self.folder.ledger)}

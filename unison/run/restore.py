@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -33,6 +33,9 @@ from unison.rollout.ledger import read_ledger
 from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
 from unison.weights.push import push_weights
+
+_OF_THE_FOLDER: Final = ("run.dir", "run.name", "run.fork")
+"""Keys that differ between a run and its fork by nature."""
 
 
 @dataclass(slots=True)
@@ -95,7 +98,8 @@ def fork_start(config: TrainConfig) -> Start:
     start.pending = unanswered(start.pending)
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
     start.state.seconds = 0.0
-    start.changes = describe(diff_configs(old, config))
+    changes = diff_configs(old, config)
+    start.changes = describe({path: pair for path, pair in changes.items() if path not in _OF_THE_FOLDER})
     start.is_fork = True
     return start
 
@@ -151,10 +155,11 @@ def numerics_notes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 def _restore_cursor(parts: Parts, start: Start) -> None:
     try:
         parts.cursor.load_state_dict(start.state.cursor)
-    except DataError as error:
+    except DataError:
         if not start.is_fork:
             raise
-        start.notes.append(f"the data begins anew: {error}")
+        # The error says how to go on with a run; a fork may mean the difference.
+        start.notes.append("the data begins anew: it, or its order, is not that of the run forked from")
         start.pending, start.state.pending_draws = [], []
 
 

@@ -31,7 +31,7 @@ def start_lines(parts: Parts, start: Start | None, is_continued: bool) -> list[s
     state = start.state
     notes = [*start.notes, *numerics_notes(state.numerics, numerics_of(parts))]
     pending = f", with {len(start.pending)} samples of step {state.step + 1} drawn or begun" if start.pending else ""
-    whose = f"of {parts.config.run.fork}" if start.is_fork else "of this run"
+    whose = f"of the run that {parts.config.run.fork} names" if start.is_fork else "of this run"
     return [
         *(f"note: {note}" for note in notes),
         *(f"  changed: {line}" for line in start.changes.values()),

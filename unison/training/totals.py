@@ -60,7 +60,10 @@ class StepTotals:
             self.kl_sum = (self.kl_sum or 0.0) + float(torch.as_tensor(kl).detach().double().sum())
 
     def metrics(self) -> dict[str, float]:
-        count = max(self.num_trained_tokens, 1)
+        if not self.num_trained_tokens:
+            # Nothing was measured: a 0 would say that it was, and came out as 0.
+            return {"train/learning_rate": self.learning_rate, "train/trained_tokens": 0.0}
+        count = self.num_trained_tokens
         seconds = self.forward_s + self.backward_s + self.optimizer_s
         metrics = {
             "train/loss": self.loss,

@@ -56,8 +56,9 @@ def run_training(
     asked the run to stop.
     """
     path = Path(config.run.dir or Path("runs") / config.run.name)
-    is_continued = holds_run(path)
+    holds_run(path)  # before anything is written there
     with run_lock(path):
+        is_continued = holds_run(path)
         folder = RunFolder.reopen(path)
         try:
             start = own_start(folder, config) if is_continued else fork_start(config) if config.run.fork else None
@@ -89,7 +90,7 @@ def _run(parts: Parts, folder: RunFolder, start: Start | None, is_continued: boo
             saved = run.save_on_the_way_out()
             run.close()
             folder.event("interrupted", step=run.step, signal=interrupted.signal_name)
-            for line in interrupted_words(folder, run.step, saved):
+            for line in interrupted_words(folder, run.step, saved, is_saved=run.checkpoints.holds(run.step)):
                 progress.print(line)
             raise
         except UnisonError as error:

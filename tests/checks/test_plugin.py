@@ -190,7 +190,7 @@ BAD = [
     ("rollout", "def bad(client, task, sampling, sample): pass", "is no async function"),
     ("rollout", "async def bad(client, task): pass", "cannot be called with (client, task, sampling, sample)"),
     ("rollout", "async def bad(client, task, sampling, sample): pass", "left sample 'made-up@0/0' pending"),
-    ("rollout", "async def bad(client, task, sampling, sample): return []", "it returned no samples"),
+    ("rollout", "async def bad(client, task, sampling, sample): return []", "returned no sample for"),
 ]
 
 
@@ -224,8 +224,8 @@ ROLLOUT = """
         ({"sampling": "replace(sampling, seed=None)"}, "drawn again, the samples differ"),
         ({"after": "sample.finish_reason = None"}, "has no finish_reason"),
         ({"before": "sample.token_ids[0] = 9"}, "changed the prompt"),
-        ({"before": "raise ConnectionError('gone')"}, "drawing two samples failed: ConnectionError: gone"),
-        ({"after": "return [sample, sample]"}, "two samples have the same sample_id"),
+        ({"before": "raise ConnectionError('gone')"}, "failed on sample 'made-up@0/0': ConnectionError: gone"),
+        ({"after": "return [sample, sample]"}, "two samples with the sample_id 'made-up@0/0'"),
     ],
     ids=str,
 )

@@ -50,7 +50,8 @@ def test_a_run_goes_on_to_more_steps_as_if_it_had_never_ended(train: Run, tmp_pa
     assert ledger_of(tmp_path / "run") == ledger_of(tmp_path / "whole")
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, *range(1, 7)]
     assert (tmp_path / "run" / "config-until-step-3.toml").exists()
-    assert events_of(tmp_path / "run")[-2]["changes"] == ["trainer.steps: 3 -> 6"]
+    (continued,) = (event for event in events_of(tmp_path / "run") if event["event"] == "continued")
+    assert continued["changes"] == ["trainer.steps: 3 -> 6"]
 
 
 def test_a_finished_run_is_left_as_it_is(train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from unison.checks.plugin_report import Called, Report, call, frozen_copy
 from unison.checks.plugin_reward import made_up_samples
 from unison.config.schema import DataConfig
@@ -165,7 +167,8 @@ def _check_verdicts(report: Report, found: Any, cases: Mapping[str, Any], *, tex
         if called.error is not None:
             report.problem(f"{name}: it raised {called.error}", f"return {wanted}")
             continue
-        verdict = called.value
+        # A group's filter may answer with what numpy's comparisons give.
+        verdict = bool(called.value) if texts and isinstance(called.value, np.bool_) else called.value
         if not isinstance(verdict, bool) and not (texts and isinstance(verdict, str) and verdict.strip()):
             report.problem(f"{name}: it returned {verdict!r}", f"return {wanted}")
             continue

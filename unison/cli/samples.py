@@ -35,11 +35,12 @@ def run(arguments: Sequence[str]) -> int:
     step, samples = read_step_samples(Path(options.run), options.step)
     chosen = [sample for sample in samples if options.group is None or options.group in sample.group_id]
     if not chosen:
-        groups = list(dict.fromkeys(sample.group_id for sample in samples))
+        groups = list(dict.fromkeys(_shown(sample.group_id) for sample in samples))
         raise DataError(f"step {step} has no group with {options.group!r} in its name; it has {', '.join(groups[:8])}")
     if options.json:
         for sample in chosen:
-            print(json.dumps(_record(step, sample), ensure_ascii=False))
+            # Escapes only: valid under any encoding of the terminal, and nothing in it that a terminal obeys.
+            print(json.dumps(_record(step, sample)))
         return 0
     print("\n".join(_page(step, chosen)))
     return 0

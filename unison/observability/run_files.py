@@ -85,10 +85,10 @@ def run_lock(folder: Path) -> Iterator[None]:
         ) from None
     with file:
         _take(file.fileno(), folder)
-        file.seek(0)
-        file.truncate()
-        file.write(f"{os.getpid()}\n".encode())
-        file.flush()
+        # Who holds it is for people: a full disk must not keep a run from going on.
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
 
 

@@ -171,10 +171,20 @@ class RunFolder:
     def rewind(self, step: int, logged_step: int) -> int:
         """Take back what was written of steps after ``step``, and logged after ``logged_step``; the lines dropped.
 
-        They will be written again: a run continues from its last checkpoint, not from its last line.
+        They will be written again: a run continues from its last checkpoint, not from its last line. Raises
+        CheckpointError where a file cannot be rewritten.
         """
         self.close()
         self._rollouts = None
+        try:
+            return self._rewind(step, logged_step)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot take {error.filename or self.path} back to step {step}: {error.strerror}; make room, and "
+                "start the run again"
+            ) from error
+
+    def _rewind(self, step: int, logged_step: int) -> int:
         num_dropped = sum(keep_steps(path, step) for path in (self.ledger, self.rollouts))
         num_dropped += sum(keep_steps(path, logged_step) for path in (self.metrics, self.alarms))
         for folder in ("samples", "evaluations"):
@@ -184,13 +194,43 @@ class RunFolder:
                     path.unlink(missing_ok=True)
         for path in (self.summary, self.plot):
             path.unlink(missing_ok=True)
+        self._rewind_configs(step)
         return num_dropped
 
+    def _rewind_configs(self, step: int) -> None:
+        """Of configurations that held until a later step, the first is that of the steps up to now."""
+        later = sorted((until, path) for until, path in self.old_configs() if until > step)
+        if later and step > 0 and not self._config_until(step).exists():
+            later.pop(0)[1].replace(self._config_until(step))
+        for _, path in later:
+            path.unlink()
+
+    def old_configs(self) -> list[tuple[int, Path]]:
+        """(last step, file) of each configuration that the run had before its present one."""
+        found = []
+        for path in self.path.glob("config-until-step-*.toml"):
+            number = path.stem.removeprefix("config-until-step-")
+            if number.isascii() and number.isdigit():
+                found.append((int(number), path))
+        return sorted(found)
+
+    def _config_until(self, step: int) -> Path:
+        return self.path / f"config-until-step-{step}.toml"
+
     def replace_config(self, config_toml: str, step: int) -> None:
-        """From ``step`` on the run has another configuration; the one before is kept beside it."""
-        text = self.config.read_text(encoding="utf-8")
-        self._write_text(f"config-until-step-{step}.toml", text)
-        self._write_text("config.toml", config_toml)
+        """From ``step`` on the run has another configuration; the one before is kept beside it.
+
+        One that was replaced at this step before is kept in its stead: no step was made with what came between. Raises
+        CheckpointError where a file cannot be written.
+        """
+        try:
+            if not self._config_until(step).exists():
+                write_whole(self._config_until(step), self.config.read_bytes())
+            self._write_text("config.toml", config_toml)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write the configuration into {self.path}: {error.strerror}; make room, and start the run again"
+            ) from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json whole; floats that are not finite become null."""

@@ -25,8 +25,8 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         for number in _SIGNALS:
-            # A run started with nohup has SIGHUP ignored, and means it.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # A run started with nohup has SIGHUP ignored, and means it; None is a handler not set from Python.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

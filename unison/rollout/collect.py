@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unison.core.errors import DataError, RolloutInterrupted
+from unison.core.errors import DataError, RolloutInterrupted, UnisonError
 from unison.core.protocols import EngineClient
 from unison.core.records import (
     FinishReason,
@@ -64,7 +64,7 @@ async def collect(
     ``earlier`` are samples of an interrupted call with the same arguments: finished ones are taken as they are, begun
     ones go on after their last token. Where the client itself is interrupted (RolloutInterrupted), the samples it did
     not finish are returned as pending, with what they had come to. ``function`` brings a sample about in place of a
-    single answer; one that was interrupted begins anew.
+    single answer; one that was interrupted begins anew. Raises DataError where it fails or breaks its rules.
     """
     known: dict[str, list[Sample]] = {}
     for sample in earlier:
@@ -78,7 +78,8 @@ async def collect(
         elif function is None:
             drawn = [await _single_answer(client, sample, sampling, found[0] if found else None)]
         else:
-            drawn = await _by_function(client, function, task, sampling, sample)
+            fresh = _new_sample(task, copy, sampling, run_seed)
+            drawn = await _by_function(client, function, task, sampling, sample, fresh)
         if on_sample is not None:
             for one in drawn:
                 on_sample(one)
@@ -91,7 +92,11 @@ async def collect(
     except BaseExceptionGroup as errors:
         # Whoever awaits a rollout wants the typed error; a traceback still shows all of them.
         raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
-    return [sample for task in running for sample in task.result()]
+    samples = [sample for task in running for sample in task.result()]
+    twice = [name for name, count in Counter(sample.sample_id for sample in samples).items() if count > 1]
+    if twice:
+        raise DataError(f"the rollout function returned two samples with the sample_id {twice[0]!r}; name each its own")
+    return samples
 
 
 def tasks_of(samples: Sequence[Sample]) -> list[PromptTask]:
@@ -123,29 +128,71 @@ async def _single_answer(
     return sample
 
 
+class _Watched:
+    """A client that remembers whether a request of its own was interrupted."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.interrupted = False
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        try:
+            return await self._client.generate(request)
+        except RolloutInterrupted:
+            self.interrupted = True
+            raise
+
+    def abort(self, request_id: str | None = None) -> None:
+        self._client.abort(request_id)
+
+
 async def _by_function(
-    client: EngineClient, function: RolloutFunction, task: PromptTask, sampling: SamplingParams, sample: Sample
+    client: EngineClient,
+    function: RolloutFunction,
+    task: PromptTask,
+    sampling: SamplingParams,
+    sample: Sample,
+    fresh: Sample,
 ) -> list[Sample]:
-    fresh = replace(
-        sample,
-        token_ids=list(sample.token_ids),
-        provenance=list(sample.provenance),
-        logprobs=list(sample.logprobs),
-        weight_versions=list(sample.weight_versions),
-        turns=list(sample.turns),
-    )
+    """The function's samples; ``fresh``, which is ``sample`` before it was begun, where it was interrupted."""
+    watched = _Watched(client)
     try:
-        returned = await function(client, task, replace(sampling, n=1, seed=sample.seed), sample)
-    except RolloutInterrupted:
+        returned = await function(watched, task, replace(sampling, n=1, seed=sample.seed), sample)
+    except Exception as error:  # the user's own code may raise anything, and wrap what we raised
+        if watched.interrupted:
+            return [fresh]
+        if isinstance(error, UnisonError):
+            raise
+        raise DataError(
+            f"the rollout function failed on sample {fresh.sample_id!r}: {type(error).__name__}: {error}"
+        ) from error
+    if watched.interrupted:
+        # It caught the interruption, as it may catch a tool's failure: the sample is not what it would have come to.
         return [fresh]
+    if returned is not None and not isinstance(returned, list | tuple):
+        raise DataError(
+            f"the rollout function returned a {type(returned).__name__} for sample {fresh.sample_id!r}; return None or "
+            "a list of samples"
+        )
     drawn = [sample] if returned is None else list(returned)
-    for one in drawn:
-        _check_drawn(one, fresh)
+    _check_drawn(drawn, fresh)
     return drawn
 
 
-def _check_drawn(sample: Sample, begun: Sample) -> None:
+def _check_drawn(samples: Sequence[Sample], begun: Sample) -> None:
+    if not samples:
+        raise DataError(
+            f"the rollout function returned no sample for {begun.sample_id!r}; return one whose status is failed or "
+            "aborted, so that the prompt stays accounted for"
+        )
+    for sample in samples:
+        _check_one(sample, begun)
+
+
+def _check_one(sample: Sample, begun: Sample) -> None:
     """What a rollout function brings back must belong where it was asked for, and be whole."""
+    if not isinstance(sample, Sample):
+        raise DataError(f"the rollout function returned a {type(sample).__name__} among {begun.sample_id!r}'s samples")
     if (sample.group_id, sample.trajectory_id) != (begun.group_id, begun.trajectory_id):
         raise DataError(
             f"the rollout function returned sample {sample.sample_id!r} of group {sample.group_id!r} and trajectory "
@@ -156,7 +203,7 @@ def _check_drawn(sample: Sample, begun: Sample) -> None:
             f"the rollout function left sample {sample.sample_id!r} pending; end it with complete_sample, or set its "
             "status and finish_reason"
         )
-    if sample.token_ids[: begun.prompt_length] != begun.token_ids:
+    if sample.prompt_length != begun.prompt_length or sample.token_ids[: begun.prompt_length] != begun.token_ids:
         raise DataError(f"the rollout function changed the prompt of sample {sample.sample_id!r}; only append to it")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from unison.core.errors import ConfigError, DataError
 from unison.core.records import Sample
 from unison.rewards.plugins import Registry
@@ -60,7 +62,7 @@ def _verdict(keep: GroupFilter, group_id: str, group: list[Sample]) -> str | Non
         raise DataError(f"rollout.filter failed on group {group_id!r}: {type(error).__name__}: {error}") from error
     if isinstance(verdict, str) and verdict.strip():
         return verdict
-    if not isinstance(verdict, bool):
+    if not isinstance(verdict, bool | np.bool_):
         raise DataError(
             f"rollout.filter returned {verdict!r} for group {group_id!r}; it returns True, False or a reason"
         )

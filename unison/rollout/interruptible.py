@@ -38,11 +38,15 @@ class InterruptibleClient:
 
 @contextlib.contextmanager
 def stoppable(client: EngineClient, interruption: Interruption) -> Iterator[InterruptibleClient]:
-    """The client as one that an interruption stops: from within the event loop, not from the signal's handler."""
-    interruption.check()
+    """The client as one that an interruption stops: from within the event loop, not from the signal's handler.
+
+    One that was asked for before stops it at once: prompts drawn by then still come back, as pending samples.
+    """
     guarded = InterruptibleClient(client)
     loop = asyncio.get_running_loop()
     forget = interruption.on_request(lambda: loop.call_soon_threadsafe(guarded.stop))
+    if interruption.requested:
+        guarded.stop()
     try:
         yield guarded
     finally:

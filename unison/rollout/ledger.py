@@ -134,6 +134,11 @@ def audit(
             for key, account in entry.groups.items()
             if account.outcome == "discarded" and not account.reason
         ]
+        problems += [
+            f"step {entry.step}: prompt {key} was left out by the filter, and is not accounted for as discarded"
+            for key in entry.filtered
+            if key not in entry.groups or entry.groups[key].outcome != "discarded"
+        ]
     if drawn is not None:
         problems += _against_order(keys, drawn)
     return problems

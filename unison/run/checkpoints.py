@@ -77,11 +77,18 @@ class RunCheckpoints:
             )
 
     def save_now(self, state: RunState, pending: Sequence[Sample]) -> Path | None:
-        """Save and wait, unless the last save holds all of it; the checkpoint, None where ``on_error`` let it fail."""
+        """Save and wait, unless the last save holds all of it; the checkpoint, None where this session made none.
+
+        Whether the state is saved is then told by ``holds``: ``on_error`` may have let it fail.
+        """
         if self._saved_step != state.step or pending or state.unlogged is not None:
             self._begin(state, pending, None)
         saved = self._wait()
-        return None if saved is None else saved.path
+        return saved.path if saved is not None and self.holds(saved.step) else None
+
+    def holds(self, step: int) -> bool:
+        """Whether the state after this step is what was saved last, or is being saved."""
+        return self._saved_step == step
 
     def finish(self, state: RunState) -> None:
         """The end of the run is saved, whatever the schedule says."""
@@ -110,10 +117,10 @@ class RunCheckpoints:
         documents = {STATE_FILE: msgspec.to_builtins(state), RANDOM_FILE: random_states()}
         self._wait()
         blobs = {PENDING_FILE: encode_samples(pending)} if pending else {}
+        self._saved_step = state.step
         self._guarded(
             lambda: self._saver.begin(state.step, self._trainer.state_tensors(), documents, blobs, score=score)
         )
-        self._saved_step = state.step
         if not self._config.background:
             self._wait()
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from torch import Tensor
 
@@ -26,8 +25,6 @@ from unison.rollout.ledger import LedgerEntry, read_ledger
 from unison.training.prepare import prepare_rows
 from unison.training.totals import StepTotals
 from unison.weights.checksum import tensors_digest
-
-_OLD_CONFIG: Final = "config-until-step-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +103,8 @@ class Replay:
 
 def config_of_step(run: Path, step: int) -> TrainConfig:
     """The configuration that step ``step`` of a run was made with. Raises ConfigError where the folder has none."""
-    old = []
-    for path in run.glob(f"{_OLD_CONFIG}*.toml"):
-        number = path.stem.removeprefix(_OLD_CONFIG)
-        if number.isdigit() and int(number) >= step:
-            old.append((int(number), path))
-    path = min(old)[1] if old else run / "config.toml"
+    old = [path for until, path in RunFolder.reopen(run).old_configs() if until >= step]
+    path = old[0] if old else run / "config.toml"
     if not path.is_file():
         raise ConfigError(f"{run} is no run folder: it has no config.toml")
     return load_config([path]).config

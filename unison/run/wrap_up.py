@@ -59,9 +59,11 @@ def finish(
     return result
 
 
-def interrupted_words(folder: RunFolder, step: int, saved: Path | None) -> list[str]:
+def interrupted_words(folder: RunFolder, step: int, saved: Path | None, *, is_saved: bool) -> list[str]:
     """What was saved, and the command that goes on."""
     state = f"step {step} is saved in {saved}" if saved else f"nothing was done since step {step} was saved"
+    if not is_saved:
+        state = f"step {step} could not be saved; what was saved before it is untouched"
     return [f"interrupted: {state}", f"go on with: unison train {folder.path}"]
 
 

@@ -36,7 +36,7 @@ from unison.rollout.interruptible import stoppable
 from unison.rollout.summary import rollout_metrics
 from unison.run.batch import Batch, Digests, batch_accounts, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
-from unison.run.restore import Start, fork_start, own_start, restore
+from unison.run.restore import Start, changes_unsaved, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
 from unison.run.wrap_up import RunResult, finish, interrupted_words, numerics_of, peak_memory_bytes
 from unison.training.prepare import prepare_rows
@@ -68,7 +68,9 @@ def run_training(
                 return _already_finished(folder, start.state)
             parts = build_parts(config, dump_dir=folder.failures)
             config_toml = dump_toml(config, sources)
-            if not is_continued:
+            if is_continued:
+                folder.complete(command, numerics_of(parts))
+            else:
                 folder = RunFolder.create(path, config_toml, command, numerics=numerics_of(parts))
             return _run(parts, folder, start, is_continued, config_toml)
         except BaseException:
@@ -139,21 +141,26 @@ class Run:
             if is_continued and not start.is_fork:
                 self.checkpoints.go_on(start.state, self.folder.checkpoints)
         resume_step = self._logged_step(start) if is_continued else None
+        changes = start.changes if start is not None else {}
         if not is_continued:
             self.folder.event("begun", step=self.step, fork=self.config.run.fork, numerics=numerics_of(self.parts))
         else:
+            if start is None:
+                changes = changes_unsaved(self.folder, self.config)
             num_dropped = self.folder.rewind(self.step, self._logged_step(start))
             self.folder.event(
                 "continued",
                 step=self.step,
                 num_pending=len(self._pending),
                 num_lines_dropped=num_dropped,
-                changes=list(start.changes.values()) if start else [],
+                changes=list(changes.values()),
                 passed_over=start.notes if start else [],
                 numerics=numerics_of(self.parts),
             )
-            if start is not None and start.changes:
-                self.folder.replace_config(config_toml, self.step)
+            if start is None or start.is_fork:
+                self.folder.write_config(config_toml)
+            elif changes:
+                self.folder.replace_config(config_toml, self.step, start.old_toml)
         # Only now: a file that is open does not follow when it is rewound.
         self._alarm_log = AlarmLog(self.folder.alarms)
         self._sinks = MultiSink(
@@ -164,7 +171,7 @@ class Run:
             ]
         )
         self.parts.hooks.tell("on_start", HookedRun(self.config.run.name, self.folder.path, self.config, self.step))
-        for line in start_lines(self.parts, start, is_continued):
+        for line in start_lines(self.parts, start, is_continued, changes):
             self._progress.print(line)
 
     async def train(self) -> None:
@@ -344,6 +351,7 @@ class Run:
             evaluations=self.evaluations,
             seconds=self.seconds,
             numerics=numerics_of(self.parts),
+            config=msgspec.to_builtins(self.config),
             alarms=self._alarms.state_dict(),
         )
 

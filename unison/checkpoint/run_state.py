@@ -44,6 +44,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     """Time the run has taken, over all its sessions."""
     numerics: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    """The configuration the run has come here with, whatever config.toml says by now."""
 
 
 def decode_state(document: object) -> RunState:

@@ -106,6 +106,7 @@ def _draw_plot(folder: RunFolder, title: str, progress: Progress) -> None:
 def _summary(parts: Parts, result: RunResult, seconds: float) -> dict[str, Any]:
     return {
         "name": parts.config.run.name,
+        "step": parts.config.trainer.steps,
         "steps": parts.trainer.num_steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),

@@ -1,0 +1,173 @@
+"""What may befall a run's folder between two sessions: each ends with the run as it should be, or an error that says so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loop.test_run_training import make_config, metrics_of
+from unison.config.load import load_config
+from unison.core.errors import ConfigError, ModelError
+from unison.loop import run_training
+from unison.models.loading import load_model
+from unison.models.names import published_tensors
+from unison.observability.run_files import run_lock
+from unison.run.replay import Replay
+from unison.weights.checksum import tensors_digest
+
+TinyModelDir = Callable[..., Path]
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def train(tiny_model_dir: TinyModelDir, tmp_path: Path) -> Run:
+    """Train in ``tmp_path/NAME`` with settings over a small run's whose weights move; the digest it ends with."""
+    folder = tiny_model_dir()
+
+    def run(name: str = "run", **sections: dict[str, Any]) -> str:
+        base: dict[str, dict[str, Any]] = {
+            "checkpoint": {"every": 2},
+            "trainer": {"steps": 2, "learning_rate": 1e-3},
+            "reward": {"function": "tests.run.rewards:odd_ids"},
+            "eval": {"problems": 0},
+        }
+        for section, values in sections.items():
+            base[section] = {**base.get(section, {}), **values}
+        return run_training(make_config(folder, tmp_path / name, **base)).weights_digest
+
+    return run
+
+
+def exported_digest(folder: Path) -> str:
+    return tensors_digest(published_tensors(load_model(folder, torch.float32)))
+
+
+def learning_rate(config: Path) -> float:
+    return load_config([config]).config.trainer.learning_rate
+
+
+def never_saved(run: Path) -> None:
+    """As a kill before the first save leaves it."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").unlink()
+
+
+def test_a_run_that_goes_further_exports_its_model_again_and_keeps_the_one_before(train: Run, tmp_path: Path) -> None:
+    first = train(log={"export": True})
+    later = train(log={"export": True}, trainer={"steps": 3})
+    assert first != later
+    assert exported_digest(tmp_path / "run" / "model") == later
+    assert exported_digest(tmp_path / "run" / "model-until-step-2") == first
+
+
+def test_a_model_whose_export_failed_is_exported_when_the_run_is_started_again(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(log={"export": True})
+
+    def full(*_: object) -> None:
+        raise ModelError("no room")
+
+    with monkeypatch.context() as patched, pytest.raises(ModelError, match="no room"):
+        patched.setattr("unison.run.wrap_up.export_model", full)
+        train(log={"export": True}, trainer={"steps": 3})
+    assert not (tmp_path / "run" / "model").exists()
+    later = train(log={"export": True}, trainer={"steps": 3})
+    assert exported_digest(tmp_path / "run" / "model") == later
+
+
+def test_a_model_exported_without_a_summary_is_exported_once_more(train: Run, tmp_path: Path) -> None:
+    digest = train(log={"export": True})
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "model" / "model.safetensors").write_bytes(b"torn")
+    assert train(log={"export": True}) == digest
+    assert exported_digest(tmp_path / "run" / "model") == digest
+    assert not list((tmp_path / "run").glob("*model*old*")) and not list((tmp_path / "run").glob("model-until*"))
+
+
+def test_a_run_begun_anew_under_other_settings_writes_them_down(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    never_saved(tmp_path / "run")
+    train(trainer={"learning_rate": 5e-4})
+    assert "  changed: trainer.learning_rate: 0.001 -> 0.0005\nno checkpoint had been saved" in capsys.readouterr().out
+    assert learning_rate(tmp_path / "run" / "config.toml") == 5e-4
+    assert not list((tmp_path / "run").glob("config-until-*"))
+    assert [step.differences for step in Replay(tmp_path / "run", 1).until(2)] == [[], []]
+
+
+def test_an_edit_of_the_configuration_in_the_folder_is_a_change_like_any_other(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("learning_rate = 0.001", "learning_rate = 0.0005"))
+    train(trainer={"steps": 3, "learning_rate": 5e-4})
+    assert "  changed: trainer.learning_rate: 0.001 -> 0.0005" in capsys.readouterr().out
+    assert learning_rate(tmp_path / "run" / "config-until-step-2.toml") == 1e-3
+    assert [step.differences for step in Replay(tmp_path / "run", 1).until(3)] == [[], [], []]
+
+
+def test_a_seed_edited_in_the_folder_is_refused(train: Run, tmp_path: Path) -> None:
+    train()
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("seed = 3", "seed = 4"))
+    with pytest.raises(ConfigError, match=r"run\.seed: 3 -> 4   <- cannot change"):
+        train(run={"seed": 4}, trainer={"steps": 3})
+
+
+def test_a_configuration_in_the_folder_that_is_none_is_named(train: Run, tmp_path: Path) -> None:
+    train()
+    (tmp_path / "run" / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"run/config\.toml cannot be read: model\.path is missing"):
+        train(trainer={"steps": 3})
+
+
+def test_a_kill_right_after_the_configuration_costs_nothing(train: Run, tmp_path: Path) -> None:
+    whole = train("whole")
+    (tmp_path / "run").mkdir()
+    text = (tmp_path / "whole" / "config.toml").read_text()
+    (tmp_path / "run" / "config.toml").write_text(text)
+    assert train() == whole
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+
+
+def test_a_folder_whose_name_ends_like_a_step_can_be_forked(train: Run, tmp_path: Path) -> None:
+    whole = train("whole", trainer={"steps": 4})
+    train("it@7", trainer={"steps": 3})
+    assert train("one", trainer={"steps": 4}, run={"fork": str(tmp_path / "it@7")}) == whole
+    assert train("two", trainer={"steps": 4}, run={"fork": str(tmp_path / "it@7@2")}) == whole
+
+
+def test_a_fork_begun_anew_names_only_what_differs(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    fork = {"fork": str(tmp_path / "run")}
+    digest = train("fork", run=fork, trainer={"steps": 3})
+    assert "changed: run." not in capsys.readouterr().out
+    never_saved(tmp_path / "fork")
+    assert train("fork", run=fork, trainer={"steps": 3}) == digest
+    assert not list((tmp_path / "fork").glob("config-until-*"))
+
+
+def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    taken = fcntl.flock
+
+    def late(fd: int, flags: int) -> None:
+        taken(fd, flags)
+        (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConfigError, match="was removed by another process"), run_lock(tmp_path):
+        pass

@@ -112,6 +112,7 @@ class Run:
         self.folder = folder
         self.step = 0
         """Steps done."""
+        self._begun_at = 0
         self.evaluations: dict[str, Metrics] = {}
         self.checkpoints = RunCheckpoints(parts, folder, progress.print, self._saved)
         self._progress = progress
@@ -173,6 +174,9 @@ class Run:
         self.parts.hooks.tell("on_start", HookedRun(self.config.run.name, self.folder.path, self.config, self.step))
         for line in start_lines(self.parts, start, is_continued, changes):
             self._progress.print(line)
+        if start is not None and start.is_fork:
+            # Its own from here on: the run it comes from may go on, and delete or damage what it began from.
+            self.checkpoints.begin(self.state)
 
     async def train(self) -> None:
         """Baseline, then steps: collect, score, estimate, update, publish; evaluate and save when it is due."""
@@ -341,6 +345,7 @@ class Run:
         """The run as it stands between two steps."""
         return RunState(
             step=self.step,
+            begun_at=self._begun_at,
             optimizer_steps=self.parts.trainer.num_steps,
             weights_version=self.parts.engine.weights.version,
             weights_digest=self._weights_digest,
@@ -384,7 +389,7 @@ class Run:
         self.folder.close()
 
     def _take(self, state: RunState, pending: list[Sample]) -> None:
-        self.step = state.step
+        self.step, self._begun_at = state.step, state.begun_at
         self.evaluations = dict(state.evaluations)
         self._pending, self._pending_draws = pending, list(state.pending_draws)
         self._unlogged = state.unlogged
@@ -397,19 +402,20 @@ class Run:
         """The last step whose metrics are complete: the present one's evaluation may be still to be made."""
         if start is None:
             return -1
-        no_baseline = not self.evaluations and self._has_baseline and (start.is_fork or self.step == 0)
-        return self.step - 1 if self._unlogged is not None or no_baseline else self.step
+        return self.step - 1 if self._unlogged is not None or self._baseline_is_open else self.step
 
     @property
-    def _has_baseline(self) -> bool:
-        return bool(self.parts.evaluation) and self.config.eval.before
+    def _baseline_is_open(self) -> bool:
+        """Whether the evaluation before the run's own first step is still to be made."""
+        wanted = bool(self.parts.evaluation) and self.config.eval.before
+        return wanted and not self.evaluations and self.step == self._begun_at
 
     async def _evaluate_first(self) -> None:
         """The baseline; of a continued run the evaluation that was left open."""
         unlogged = self._unlogged
         if unlogged is not None:
             await self.conclude(self.step, unlogged)
-        elif not self.evaluations and self._has_baseline:
+        elif self._baseline_is_open:
             self._sinks.log(self.step, await self.evaluate(self.step))
 
     def _saved(self, saved: Saved) -> None:

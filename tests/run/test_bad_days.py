@@ -57,6 +57,14 @@ def never_saved(run: Path) -> None:
     (run / "summary.json").unlink()
 
 
+def never_ended(run: Path, last_kept: int) -> None:
+    """As a kill right after the save of a step leaves it."""
+    for path in (run / "checkpoints").iterdir():
+        if path.name != f"step-{last_kept:06d}":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run / "summary.json").unlink()
+
+
 def test_a_run_that_goes_further_exports_its_model_again_and_keeps_the_one_before(train: Run, tmp_path: Path) -> None:
     first = train(log={"export": True})
     later = train(log={"export": True}, trainer={"steps": 3})
@@ -157,6 +165,41 @@ def test_a_fork_begun_anew_names_only_what_differs(
     never_saved(tmp_path / "fork")
     assert train("fork", run=fork, trainer={"steps": 3}) == digest
     assert not list((tmp_path / "fork").glob("config-until-*"))
+
+
+def test_a_fork_has_its_beginning_in_its_own_folder(train: Run, tmp_path: Path) -> None:
+    train(trainer={"steps": 2})
+    fork = {"fork": str(tmp_path / "run")}
+    digest = train("fork", run=fork, trainer={"steps": 5})
+    train("again", run=fork, trainer={"steps": 3}, checkpoint={"every": 0})
+    never_ended(tmp_path / "again", last_kept=2)
+    train(trainer={"steps": 4})  # what it began from is no longer the newest there
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    assert train("again", run=fork, trainer={"steps": 5}) == digest
+    assert (tmp_path / "again" / "ledger.jsonl").read_bytes() == (tmp_path / "fork" / "ledger.jsonl").read_bytes()
+
+
+def test_a_fork_of_a_fork_may_begin_where_that_one_saved_nothing(train: Run, tmp_path: Path) -> None:
+    whole = train("whole", trainer={"steps": 5})
+    train()
+    train("fork", run={"fork": str(tmp_path / "run@1")}, trainer={"steps": 4}, checkpoint={"every": 0})
+    assert train("again", run={"fork": str(tmp_path / "fork@3")}, trainer={"steps": 5}) == whole
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_the_baseline_is_made_once_and_at_the_beginning_only(fork: bool, train: Run, tmp_path: Path) -> None:
+    train()
+    name = "fork" if fork else "run"
+    evaluated: dict[str, Any] = {"eval": {"problems": 3}, "checkpoint": {"every": 0, "keep_last": 9}}
+    evaluated |= {"run": {"fork": str(tmp_path / "run")}} if fork else {}
+    for steps in (3, 4):
+        train(name, trainer={"steps": steps}, **evaluated)
+    lines = metrics_of(tmp_path / name)
+    assert [line["step"] for line in lines] == ([2, 3, 4] if fork else [1, 2, 3, 4])
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == ([2, 3, 4] if fork else [3, 4])
+    never_ended(tmp_path / name, last_kept=2)
+    train(name, trainer={"steps": 4}, **evaluated)
+    assert [line["step"] for line in metrics_of(tmp_path / name)] == [line["step"] for line in lines]
 
 
 def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

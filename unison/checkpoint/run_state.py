@@ -25,6 +25,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: int = STATE_FORMAT
     step: int
     """Steps done."""
+    begun_at: int = 0
+    """Steps done before the run's own first one: those of the run that it is a fork of."""
     optimizer_steps: int
     """Optimizer steps done: the schedule goes by these."""
     weights_version: int

@@ -104,7 +104,7 @@ def fork_start(config: TrainConfig) -> Start:
         )
     start.pending, start.state.pending_draws = [], []
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
-    start.state.seconds = 0.0
+    start.state.seconds, start.state.begun_at = 0.0, start.state.step
     changes = diff_configs(old, config)
     start.changes = describe({key: pair for key, pair in changes.items() if not key.startswith("run.") or key in FIXED})
     start.changes.pop("run.fork", None)

@@ -38,7 +38,15 @@ from unison.run.batch import Batch, Digests, batch_accounts, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
 from unison.run.restore import Start, changes_unsaved, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
-from unison.run.wrap_up import RunResult, finish, interrupted_words, numerics_of, peak_memory_bytes
+from unison.run.wrap_up import (
+    RunResult,
+    already_finished,
+    finish,
+    interrupted_words,
+    is_finished,
+    numerics_of,
+    peak_memory_bytes,
+)
 from unison.training.prepare import prepare_rows
 from unison.training.totals import StepTotals
 from unison.weights.push import push_weights
@@ -64,8 +72,8 @@ def run_training(
             start = own_start(folder, config) if is_continued else fork_start(config) if config.run.fork else None
             if start is None and is_continued and config.run.fork:
                 start = fork_start(config)
-            if is_continued and start is not None and _is_finished(folder, start.state, config):
-                return _already_finished(folder, start.state)
+            if is_continued and start is not None and is_finished(folder, start.state, config):
+                return already_finished(folder, start.state)
             parts = build_parts(config, dump_dir=folder.failures)
             config_toml = dump_toml(config, sources)
             if is_continued:
@@ -472,21 +480,6 @@ class Run:
 
 def _is_scored(sample: Sample) -> bool:
     return sample.reward is not None or sample.status is SampleStatus.UNSCORABLE
-
-
-def _is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
-    exported = folder.model.exists() or not config.log.export
-    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
-
-
-def _already_finished(folder: RunFolder, state: RunState) -> RunResult:
-    print(
-        f"the run in {folder.path} has done its {state.step} steps; raise trainer.steps to go on, or choose another "
-        "folder with --run.dir DIR",
-        flush=True,
-    )
-    evaluations = {int(step): metrics for step, metrics in state.evaluations.items()}
-    return RunResult(folder.path, state.weights_digest, evaluations)
 
 
 def _check_exact(totals: StepTotals, is_first: bool) -> None:

@@ -1,4 +1,4 @@
-"""What may befall a run's folder between two sessions: each ends with the run as it should be, or an error that says so."""
+"""What may befall a run's folder between two sessions: the run goes on as it should, or says why it cannot."""
 
 from __future__ import annotations
 

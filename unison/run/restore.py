@@ -34,7 +34,6 @@ from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
 from unison.weights.push import push_weights
 
-
 CONFIG: Final = "config.toml"
 
 

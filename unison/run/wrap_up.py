@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unison.assembly import Parts
+from unison.checkpoint.run_state import RunState
 from unison.config.schema import TrainConfig
 from unison.core.errors import UnisonError
 from unison.models.saving import export_model
@@ -57,6 +58,23 @@ def finish(
         # The trained model is what the run was for: without it the run has failed, but all else is written.
         raise problem
     return result
+
+
+def is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
+    """Whether nothing is left to do: no step, no evaluation, no export, no last word."""
+    exported = folder.model.exists() or not config.log.export
+    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
+
+
+def already_finished(folder: RunFolder, state: RunState) -> RunResult:
+    """Says so; what it came to then."""
+    print(
+        f"the run in {folder.path} has done its {state.step} steps; raise trainer.steps to go on, or choose another "
+        "folder with --run.dir DIR",
+        flush=True,
+    )
+    evaluations = {int(step): metrics for step, metrics in state.evaluations.items()}
+    return RunResult(folder.path, state.weights_digest, evaluations)
 
 
 def interrupted_words(folder: RunFolder, step: int, saved: Path | None, *, is_saved: bool) -> list[str]:

@@ -81,5 +81,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
         kind, keys, position, has_gauss, cached = states["numpy"]
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
         torch.set_rng_state(torch.tensor(list(base64.b64decode(states["torch"], validate=True)), dtype=torch.uint8))
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"its random states cannot be restored: {error}") from error

@@ -1,0 +1,134 @@
+"""What a trainer is saved as makes another trainer take the very same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.test_trainer import as_rows, as_samples, make_trainer, oracle_batch
+from unison.core.errors import CheckpointError
+from unison.training.trainer import Trainer
+from unison.weights.checksum import tensors_digest
+
+TinyModelDir = Callable[..., Path]
+State = dict[str, dict[str, Tensor]]
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "schedule": "cosine",
+    "warmup_steps": 2,
+    "steps": 9,
+    "weight_decay": 0.1,
+    "micro_batch_tokens": 48,
+}
+
+
+def copied(trainer: Trainer) -> State:
+    return {
+        group: {name: tensor.detach().clone() for name, tensor in members.items()}
+        for group, members in trainer.state_tensors().items()
+    }
+
+
+def digests(trainer: Trainer) -> tuple[str, ...]:
+    state = trainer.state_tensors()
+    return (*(tensors_digest(state[group]) for group in ("weights", "optimizer")), tensors_digest(trainer.published()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_the_next_steps_are_the_same_to_the_bit(
+    tiny_model_dir: TinyModelDir, dtype: torch.dtype, num_before: int
+) -> None:
+    rows = as_rows(as_samples(oracle_batch()))
+    first = make_trainer(tiny_model_dir(), dtype=dtype, kl_coef=0.1, **SETTINGS)
+    for _ in range(num_before):
+        first.step(rows)
+    saved = copied(first)
+    second = make_trainer(tiny_model_dir(), dtype=dtype, kl_coef=0.1, **SETTINGS)
+    second.step(rows[:2])  # whatever it did before is forgotten
+    second.load_state(saved, first.num_steps)
+    assert second.num_steps == num_before and digests(second) == digests(first)
+    for order in (1, -1):
+        one, other = first.step(rows[::order]), second.step(rows[::order])
+        assert (one.loss, one.grad_norm, one.learning_rate) == (other.loss, other.grad_norm, other.learning_rate)
+        assert digests(second) == digests(first)
+
+
+def test_a_loaded_state_shares_no_memory_with_what_it_came_from(tiny_model_dir: TinyModelDir) -> None:
+    rows = as_rows(as_samples(oracle_batch()))
+    trainer = make_trainer(tiny_model_dir(), **SETTINGS)
+    trainer.step(rows)
+    saved = copied(trainer)
+    before = {group: tensors_digest(members) for group, members in saved.items()}
+    trainer.load_state(saved, 1)
+    trainer.step(rows)
+    assert {group: tensors_digest(members) for group, members in saved.items()} == before
+
+
+def without(group: str, part: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        name = next(name for name in state[group] if part in name)
+        del state[group][name]
+
+    return change
+
+
+def with_another(group: str, name: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        state[group][name] = torch.zeros(2)
+
+    return change
+
+
+def as_dtype(group: str, part: str, dtype: torch.dtype) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        name = next(name for name in state[group] if part in name)
+        state[group][name] = state[group][name].to(dtype)
+
+    return change
+
+
+def cut(group: str, part: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        name = next(name for name in state[group] if part in name)
+        state[group][name] = state[group][name].reshape(-1)[:-1]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("weights", "norm"), r"saved weights do not fit this model: '.*norm.*' is missing \(1 names differ\)"),
+        (with_another("weights", "lora"), r"saved weights do not fit this model: 'lora' is not one of it"),
+        (without("optimizer", "exp_avg_sq"), r"saved optimizer do not fit this model: 'exp_avg_sq\..*' is missing"),
+        (with_another("optimizer", "max_exp"), r"'max_exp' is not one of it"),
+        (as_dtype("weights", "embed", torch.bfloat16), r"the saved '.*embed.*' is torch\.bfloat16 .*torch\.float32"),
+        (as_dtype("optimizer", "exp_avg.", torch.float64), r"the saved 'exp_avg\..*' is torch\.float64"),
+        (cut("weights", "norm"), r"the saved '.*norm.*' is torch\.float32 \[63\], this model's torch\.float32 \[64\]"),
+        (lambda state: state.pop("optimizer"), r"saved optimizer do not fit.*is missing"),
+        (lambda state: state.pop("weights"), r"saved weights do not fit.*is missing"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(
+    tiny_model_dir: TinyModelDir, change: Callable[[State], Any], message: str
+) -> None:
+    trainer = make_trainer(tiny_model_dir(), **SETTINGS)
+    trainer.step(as_rows(as_samples(oracle_batch())))
+    saved = copied(trainer)
+    change(saved)
+    with pytest.raises(CheckpointError, match=message):
+        make_trainer(tiny_model_dir(), **SETTINGS).load_state(saved, 1)
+
+
+def test_before_the_first_step_there_are_no_moments_and_none_are_taken(tiny_model_dir: TinyModelDir) -> None:
+    trainer = make_trainer(tiny_model_dir(), **SETTINGS)
+    assert trainer.state_tensors()["optimizer"] == {}
+    trainer.step(as_rows(as_samples(oracle_batch())))
+    with pytest.raises(CheckpointError, match="is not one of it"):
+        make_trainer(tiny_model_dir(), **SETTINGS).load_state(copied(trainer), 0)

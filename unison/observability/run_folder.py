@@ -258,15 +258,18 @@ class RunFolder:
         except OSError as error:
             raise _unwritten_config(self.path, error) from error
 
-    def replace_config(self, config_toml: str, step: int, old_toml: str) -> None:
+    def replace_config(self, config_toml: str, step: int, old_toml: str | None = None) -> None:
         """From ``step`` on the run has another configuration; the one before is kept beside it.
+
+        That is ``old_toml`` where config.toml has been edited meanwhile.
 
         One that was replaced at this step before is kept in its stead: no step was made with what came between. Raises
         CheckpointError where a file cannot be written.
         """
         try:
             if not self._config_until(step).exists():
-                self._write_text(self._config_until(step).name, old_toml)
+                old = self.config.read_bytes() if old_toml is None else old_toml.encode("utf-8", "backslashreplace")
+                write_whole(self._config_until(step), old)
             self._write_text("config.toml", config_toml)
         except OSError as error:
             raise _unwritten_config(self.path, error) from error

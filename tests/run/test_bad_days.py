@@ -202,6 +202,16 @@ def test_the_baseline_is_made_once_and_at_the_beginning_only(fork: bool, train: 
     assert [line["step"] for line in metrics_of(tmp_path / name)] == [line["step"] for line in lines]
 
 
+def test_other_tokenizer_files_are_told_of(
+    train: Run, tmp_path: Path, tiny_model_dir: TinyModelDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir(), tmp_path / "model"))
+    train(model={"path": str(model)})
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    train(model={"path": str(model)}, trainer={"steps": 3})
+    assert "note: the run goes on under tokenizer " in capsys.readouterr().out
+
+
 def test_a_lock_whose_file_is_gone_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 

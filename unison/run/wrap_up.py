@@ -97,6 +97,7 @@ def numerics_of(parts: Parts) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "sampler": SAMPLER_NAME,
         "torch": str(torch.__version__),
+        "tokenizer": parts.text_digest,
     }
 
 

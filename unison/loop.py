@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,7 +35,7 @@ from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
 from unison.rollout.summary import rollout_metrics
-from unison.run.batch import Batch, Digests, batch_accounts, ledger_entry
+from unison.run.batch import Batch, Digests, batch_accounts, check_exact, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
 from unison.run.restore import Start, changes_unsaved, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
@@ -129,6 +130,7 @@ class Run:
         self._weights_digest = self._base_digest
         self._pending: list[Sample] = []
         self._pending_draws: list[int] = []
+        self._step_cursor: dict[str, Any] = {}
         self._unlogged: Metrics | None = None
         self._alarms = Alarms(self.config.alarm)
         self._alarm_log: AlarmLog | None = None
@@ -257,7 +259,7 @@ class Run:
         totals = trainer.step(batch.rows, on_progress=self._trained, before_update=self._before_update)
         fault_point("loop.updated")
         if self.parts.numerics.path.name == "exact":
-            _check_exact(totals, is_first)
+            check_exact(totals, is_first)
         return totals
 
     def publish(self, step: int, totals: StepTotals) -> Metrics:
@@ -359,6 +361,7 @@ class Run:
             weights_digest=self._weights_digest,
             base_digest=self._base_digest,
             cursor=self.parts.cursor.state_dict(),
+            step_cursor=self._step_cursor if self._pending_draws else {},
             pending_draws=list(self._pending_draws),
             unlogged=self._unlogged,
             evaluations=self.evaluations,
@@ -370,7 +373,13 @@ class Run:
 
     def save_on_the_way_out(self) -> Path | None:
         """Save what the run has come to, samples of the step under way included; where it lies."""
-        return self.checkpoints.save_now(self.state, self._pending) if self._is_clean else None
+        if not self._is_clean:
+            return None
+        if len(tasks_of(self._pending)) != sum(self._pending_draws):
+            # An error came before the prompts had their samples: the step is to be drawn once more.
+            self._pending, self._pending_draws = [], []
+            self.parts.cursor.load_state_dict(self._step_cursor)
+        return self.checkpoints.save_now(self.state, self._pending)
 
     def give_up(self, error: UnisonError) -> None:
         """A run that fails saves what it has done first, unless that is what failed."""
@@ -400,6 +409,7 @@ class Run:
         self.step, self._begun_at = state.step, state.begun_at
         self.evaluations = dict(state.evaluations)
         self._pending, self._pending_draws = pending, list(state.pending_draws)
+        self._step_cursor = state.step_cursor
         self._unlogged = state.unlogged
         self._weights_digest = state.weights_digest
         self._seconds_before = state.seconds
@@ -436,6 +446,8 @@ class Run:
         self._progress.print(f"warning: {message}")
 
     def _draw(self, count: int) -> list[PromptTask]:
+        if not self._pending_draws:
+            self._step_cursor = self.parts.cursor.state_dict()
         self._pending_draws.append(count)
         return self.parts.draw(count)
 
@@ -480,15 +492,3 @@ class Run:
 
 def _is_scored(sample: Sample) -> bool:
     return sample.reward is not None or sample.status is SampleStatus.UNSCORABLE
-
-
-def _check_exact(totals: StepTotals, is_first: bool) -> None:
-    if not totals.logp_diff_max == 0:
-        raise NumericsError(
-            f"exact numerics was broken: log-probs of rollout and training differ by up to {totals.logp_diff_max:.3g}; "
-            "run `unison check exactness` on this model, and use model.numerics=fast to go on without the promise"
-        )
-    if is_first and totals.kl_sum:
-        raise NumericsError(
-            f"exact numerics was broken: the KL to the reference is {totals.kl_sum:.3g} before the first update, not 0"
-        )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 
 from tests.loop.test_run_training import make_config, metrics_of
 from unison.config.load import load_config
-from unison.core.errors import ConfigError, ModelError
+from unison.core.errors import ConfigError, FaultError, ModelError, RunInterrupted
 from unison.loop import run_training
 from unison.models.loading import load_model
 from unison.models.names import published_tensors
@@ -200,6 +203,48 @@ def test_the_baseline_is_made_once_and_at_the_beginning_only(fork: bool, train: 
     never_ended(tmp_path / name, last_kept=2)
     train(name, trainer={"steps": 4}, **evaluated)
     assert [line["step"] for line in metrics_of(tmp_path / name)] == [line["step"] for line in lines]
+
+
+@pytest.mark.parametrize("at_sample", [5, 17])
+def test_prompts_whose_rollout_failed_are_drawn_once_more(
+    at_sample: int, train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first round of the second step, or in its refill."""
+    settings: dict[str, Any] = {"rollout": {"filter": "no_contrast", "refill": 1}, "trainer": {"steps": 3}}
+    settings |= {"reward": {"function": "tests.run.rewards:coarse"}}
+    whole = train("whole", **settings)
+    refilled = len(json.loads((tmp_path / "whole" / "ledger.jsonl").read_text().splitlines()[1])["draws"])
+    assert refilled == 2
+    drawn = [0]
+    first = sum(json.loads((tmp_path / "whole" / "ledger.jsonl").read_text().splitlines()[0])["draws"]) * 4
+
+    def fail(point: str) -> None:
+        drawn[0] += point == "loop.sample"
+        if drawn[0] == first + at_sample:
+            raise FaultError("the rollout failed")
+
+    with monkeypatch.context() as patched, pytest.raises(FaultError):
+        patched.setattr("unison.loop.fault_point", fail)
+        train(**settings)
+    assert train(**settings) == whole
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == (tmp_path / "whole" / "ledger.jsonl").read_bytes()
+
+
+def test_a_fork_of_a_stopped_run_draws_the_prompts_once_more(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train("whole", trainer={"steps": 3})
+
+    def stop(point: str) -> None:
+        if point == "loop.scored" and (tmp_path / "run" / "ledger.jsonl").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched, pytest.raises(RunInterrupted):
+        patched.setattr("unison.loop.fault_point", stop)
+        train(trainer={"steps": 3})
+    assert train("fork", run={"fork": str(tmp_path / "run")}, trainer={"steps": 3}) == whole
+    assert "pending samples" in capsys.readouterr().out
+    assert train(trainer={"steps": 3}) == whole
 
 
 def test_other_tokenizer_files_are_told_of(

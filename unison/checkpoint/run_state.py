@@ -36,6 +36,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of the model the run began from, which is also the reference."""
     cursor: dict[str, Any]
     """Place in the data, after all that was drawn: pending prompts included."""
+    step_cursor: dict[str, Any] = {}
+    """Where prompts are pending, the place in the data before they were drawn."""
     pending_draws: list[int] = []
     """How the prompts of the step under way were drawn; its samples are the pending blob."""
     unlogged: dict[str, float] | None = None

@@ -97,11 +97,7 @@ def fork_start(config: TrainConfig) -> Start:
                 f"run.fork={config.run.fork!r}: its model.{name} is {getattr(old.model, name)!r}, this one's "
                 f"{getattr(config.model, name)!r}; the state of one model is no other's"
             )
-    if start.pending:
-        start.notes.append(
-            f"{len(start.pending)} pending samples of {run} are not taken over; their prompts come again"
-        )
-    start.pending, start.state.pending_draws = [], []
+    _drop_pending(start, run)
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
     start.state.seconds, start.state.begun_at = 0.0, start.state.step
     changes = diff_configs(old, config)
@@ -109,6 +105,17 @@ def fork_start(config: TrainConfig) -> Start:
     start.changes.pop("run.fork", None)
     start.is_fork = True
     return start
+
+
+def _drop_pending(start: Start, run: Path) -> None:
+    """Samples under way stay with their run; the data goes back to before they were drawn."""
+    state = start.state
+    if start.pending:
+        prompts = "come again" if state.step_cursor else "are left out, as the place before them was not saved"
+        start.notes.append(f"{len(start.pending)} pending samples of {run} are not taken over; their prompts {prompts}")
+    if state.step_cursor:
+        state.cursor = state.step_cursor
+    start.pending, state.pending_draws, state.step_cursor = [], [], {}
 
 
 def parse_run_step(text: str, what: str) -> tuple[Path, int | None]:

@@ -109,8 +109,8 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     folder = resolve_model(config.model.path)
     spec = read_spec(read_config(folder))
     tokenizer = _tokenizer(folder)
-    evaluation = EvaluationSets.build(config, tokenizer, run_scorer=lambda samples: score(samples, reward))
     prompts = open_training(config.data, tokenizer, config.run.seed, held_out=config.eval.problems > 0)
+    evaluation = EvaluationSets.build(config, tokenizer, run_scorer=lambda samples: score(samples, reward))
     notes = [*prompts.notes, *evaluation.notes]
     _check_context(config, spec, prompts.longest, evaluation)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)

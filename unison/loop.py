@@ -186,7 +186,7 @@ class Run:
             self._progress.print(line)
         if start is not None and start.is_fork:
             # Its own from here on: the run it comes from may go on, and delete or damage what it began from.
-            self.checkpoints.begin(self.state)
+            self.checkpoints.begin(self.state, self._pending)
 
     async def train(self) -> None:
         """Baseline, then steps: collect, score, estimate, update, publish; evaluate and save when it is due."""
@@ -375,7 +375,7 @@ class Run:
         """Save what the run has come to, samples of the step under way included; where it lies."""
         if not self._is_clean:
             return None
-        if len(tasks_of(self._pending)) != sum(self._pending_draws):
+        if self._step_cursor and len(tasks_of(self._pending)) != sum(self._pending_draws):
             # An error came before the prompts had their samples: the step is to be drawn once more.
             self._pending, self._pending_draws = [], []
             self.parts.cursor.load_state_dict(self._step_cursor)

@@ -18,8 +18,9 @@ def no_opinion_on_a(text: str, label: object) -> float | None:
 
 
 class Endless:
-    identity = "endless"
     """Far more rows than can be read."""
+
+    identity = "endless"
 
     def __len__(self) -> int:
         return 10**12

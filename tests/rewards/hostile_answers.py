@@ -16,6 +16,12 @@ MAX_SECONDS_PER_ANSWER = 5.0
 MAX_MEMORY_BYTES = 6 << 30
 WATCHED = {"os.system", "subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind"}
 
+ELSEWHERE = {
+    "code_tests": "runs programs on purpose, in a sandbox that tests/sandbox and tests/rewards/test_code.py attack",
+    "http": "hands the answer to a server as a JSON string, see tests/rewards/test_remote.py",
+}
+"""Graders that these answers are not put to -> where they are attacked instead."""
+
 
 def answers(canary: str) -> list[str]:
     """The answers; a call in one of them would make the file ``canary``."""
@@ -148,7 +154,7 @@ def main(canary: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     of_grader = labels()
     graders = {name: _registry.find(name) for name in _registry.names}
-    missing = sorted(set(graders) - set(of_grader))
+    missing = sorted(set(graders) - set(of_grader) - set(ELSEWHERE))
     for name, grader in graders.items():  # loads what they need, before the watch begins
         for label in of_grader.get(name, []):
             grader("<answer>1</answer> \\boxed{1+x}", label)

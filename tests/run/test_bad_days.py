@@ -242,8 +242,11 @@ def test_a_fork_of_a_stopped_run_draws_the_prompts_once_more(
     with monkeypatch.context() as patched, pytest.raises(RunInterrupted):
         patched.setattr("unison.loop.fault_point", stop)
         train(trainer={"steps": 3})
-    assert train("fork", run={"fork": str(tmp_path / "run")}, trainer={"steps": 3}) == whole
-    assert "pending samples" in capsys.readouterr().out
+    fork: dict[str, Any] = {"run": {"fork": str(tmp_path / "run")}, "checkpoint": {"keep_last": 9}}
+    assert train("fork", trainer={"steps": 3}, **fork) == whole
+    assert "with 3 samples of step 2 drawn or begun" in capsys.readouterr().out
+    never_ended(tmp_path / "fork", last_kept=1)
+    assert train("fork", trainer={"steps": 3}, **fork) == whole
     assert train(trainer={"steps": 3}) == whole
 
 

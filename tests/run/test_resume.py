@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +14,9 @@ from typing import Any
 
 import pytest
 
+import unison.loop
 from tests.loop.test_run_training import make_config, metrics_of
-from unison.core.errors import CheckpointError, ConfigError, RewardError
+from unison.core.errors import CheckpointError, ConfigError, RewardError, RunInterrupted
 from unison.loop import run_training
 from unison.run.replay import Replay
 
@@ -50,7 +53,7 @@ def test_a_run_goes_on_to_more_steps_as_if_it_had_never_ended(train: Run, tmp_pa
     assert ledger_of(tmp_path / "run") == ledger_of(tmp_path / "whole")
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, *range(1, 7)]
     assert (tmp_path / "run" / "config-until-step-3.toml").exists()
-    (continued,) = (event for event in events_of(tmp_path / "run") if event["event"] == "continued")
+    (continued,) = [event for event in events_of(tmp_path / "run") if event["event"] == "continued"]
     assert continued["changes"] == ["trainer.steps: 3 -> 6"]
 
 
@@ -237,3 +240,44 @@ def test_the_folder_of_a_run_under_way_holds_no_half_written_file(train: Run, tm
     train()
     assert not [path for path in (tmp_path / "run").rglob("*.part")]
     assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".tmp")]
+
+
+def interrupted_in_step(folder: Path, config: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run until the samples of ``step`` are scored, and stop there as Ctrl-C does."""
+    honest = unison.loop.discarded_groups
+    passed = 0
+
+    def stop(*arguments: Any) -> Any:
+        nonlocal passed
+        passed += 1
+        if passed == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unison.loop, "discarded_groups", stop)
+        with pytest.raises(RunInterrupted):
+            run_training(config)
+
+
+def test_a_fork_of_a_run_stopped_in_a_rollout_answers_the_same_prompts(
+    train: Run, tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("whole")
+    settings: dict[str, dict[str, Any]] = {"checkpoint": {"every": 2}, "trainer": {"steps": 4, "learning_rate": 1e-3}}
+    config = make_config(tiny_model_dir(), tmp_path / "source", **settings)
+    interrupted_in_step(tmp_path / "source", config, 3, monkeypatch)
+    assert train("fork", run={"fork": str(tmp_path / "source")}) == whole
+    assert ledger_of(tmp_path / "fork") == ledger_of(tmp_path / "whole")[2:]
+
+
+def test_what_was_scored_by_a_reward_that_changed_is_scored_again(
+    train: Run, tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("whole")
+    settings: dict[str, dict[str, Any]] = {"checkpoint": {"every": 2}, "trainer": {"steps": 4, "learning_rate": 1e-3}}
+    broken = {"reward": {"function": "tests.loop.rewards:raises_on_copy_one"}, "eval": {"problems": 0}}
+    config = make_config(tiny_model_dir(), tmp_path / "run", **settings, **broken)
+    interrupted_in_step(tmp_path / "run", config, 1, monkeypatch)
+    train("run", eval={"problems": 0})
+    assert ledger_of(tmp_path / "run") == ledger_of(tmp_path / "whole")

@@ -108,6 +108,30 @@ def tasks_of(samples: Sequence[Sample]) -> list[PromptTask]:
     return list(found.values())
 
 
+def unanswered(samples: Sequence[Sample]) -> list[Sample]:
+    """One sample of each group with its prompt and nothing else: what was drawn, without what became of it."""
+    first = {sample.group_id: sample for sample in reversed(samples)}
+    blank = []
+    for task in tasks_of(samples):
+        old = first[task.key]
+        name = f"{task.key}/0"
+        sample = replace(
+            Sample(sample_id=name, group_id=task.key, trajectory_id=name, sampling=old.sampling, seed=old.seed),
+            prompt_length=len(task.token_ids),
+            metadata=old.metadata,
+        )
+        sample.append_world(task.token_ids, role="prompt")
+        blank.append(sample)
+    return blank
+
+
+def unscored(sample: Sample) -> None:
+    """Take a finished sample's reward back, in place, so that it is scored once more."""
+    sample.reward, sample.reward_parts, sample.error = None, {}, None
+    if sample.status is SampleStatus.UNSCORABLE and sample.finish_reason is not None:
+        sample.status = STATUS_OF[sample.finish_reason]
+
+
 async def _single_answer(
     client: EngineClient, sample: Sample, sampling: SamplingParams, earlier: Sample | None
 ) -> Sample:

@@ -29,6 +29,7 @@ from unison.core.errors import CheckpointError, ConfigError, DataError
 from unison.core.records import Sample
 from unison.core.wire import decode_samples
 from unison.observability.run_folder import RunFolder
+from unison.rollout.collect import unanswered, unscored
 from unison.rollout.ledger import read_ledger
 from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
@@ -67,6 +68,9 @@ def own_start(folder: RunFolder, config: TrainConfig) -> Start | None:
     start = _start_of(loaded)
     old, start.old_toml = _config_of(folder, start.state)
     start.changes = describe(check_changes(old, config, has_pending=bool(start.pending)))
+    if any(path.startswith("reward.") for path in start.changes):
+        for sample in start.pending:
+            unscored(sample)
     start.notes = notes
     return start
 
@@ -97,7 +101,8 @@ def fork_start(config: TrainConfig) -> Start:
                 f"run.fork={config.run.fork!r}: its model.{name} is {getattr(old.model, name)!r}, this one's "
                 f"{getattr(config.model, name)!r}; the state of one model is no other's"
             )
-    _drop_pending(start, run)
+    # The prompts of a rollout half done are drawn already, and answered under the new settings.
+    start.pending = unanswered(start.pending)
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
     start.state.seconds, start.state.begun_at = 0.0, start.state.step
     changes = diff_configs(old, config)
@@ -105,17 +110,6 @@ def fork_start(config: TrainConfig) -> Start:
     start.changes.pop("run.fork", None)
     start.is_fork = True
     return start
-
-
-def _drop_pending(start: Start, run: Path) -> None:
-    """Samples under way stay with their run; the data goes back to before they were drawn."""
-    state = start.state
-    if start.pending:
-        prompts = "come again" if state.step_cursor else "are left out, as the place before them was not saved"
-        start.notes.append(f"{len(start.pending)} pending samples of {run} are not taken over; their prompts {prompts}")
-    if state.step_cursor:
-        state.cursor = state.step_cursor
-    start.pending, state.pending_draws, state.step_cursor = [], [], {}
 
 
 def parse_run_step(text: str, what: str) -> tuple[Path, int | None]:
@@ -180,6 +174,7 @@ def _restore_cursor(parts: Parts, start: Start) -> None:
         if not start.is_fork:
             raise
         start.notes.append(f"the data begins anew: {error}")
+        start.pending, start.state.pending_draws = [], []
 
 
 def _start_of(loaded: Loaded) -> Start:

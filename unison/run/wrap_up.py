@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ def finish(
     problem: UnisonError | None = None
     if parts.config.log.export:
         try:
-            export_model(parts.trainer.model, parts.model_folder, folder.model)
+            _export(parts, folder)
         except UnisonError as error:
             problem = error
     if parts.config.log.plot:
@@ -105,6 +106,21 @@ def peak_memory_bytes() -> int:
     """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _export(parts: Parts, folder: RunFolder) -> None:
+    """Export the model. That of an earlier end of the run stays until the new one is there."""
+    earlier = folder.model.with_name("model.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if folder.model.exists():
+        folder.model.rename(earlier)
+    try:
+        export_model(parts.trainer.model, parts.model_folder, folder.model)
+    except UnisonError:
+        if earlier.exists():
+            earlier.rename(folder.model)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _write_summary(folder: RunFolder, summary: Mapping[str, Any], progress: Progress) -> None:

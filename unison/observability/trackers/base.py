@@ -95,6 +95,22 @@ class Memory:
         return True
 
 
+class LikeWandb:
+    """A sink over a run object with W&B's calls. A step cannot be taken back: one sent before a resume is not sent
+    again."""
+
+    def __init__(self, run: Any, memory: Memory) -> None:
+        self._run = run
+        self._memory = memory
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._memory.is_new(step):
+            self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def tracker_config(config: TrainConfig) -> dict[str, Any]:
     """The configuration as a flat table of plain values, secrets hidden."""
     flat: dict[str, Any] = {}

@@ -4,26 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from unison.core.protocols import MetricSink
-from unison.observability.trackers.base import Memory, TrackerRun
-
-
-class TrackioSink:
-    """Logs by step; a step that Trackio had before a resume is not logged again."""
-
-    def __init__(self, run: Any, memory: Memory) -> None:
-        self._run = run
-        self._memory = memory
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._memory.is_new(step):
-            self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+from unison.observability.trackers.base import LikeWandb, TrackerRun
 
 
 def open_trackio(run: TrackerRun) -> MetricSink:
@@ -40,4 +23,4 @@ def open_trackio(run: TrackerRun) -> MetricSink:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    return TrackioSink(started, run.memory)
+    return LikeWandb(started, run.memory)

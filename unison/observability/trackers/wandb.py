@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from unison.core.protocols import MetricSink
-from unison.observability.trackers.base import Memory, TrackerRun
+from unison.observability.trackers.base import LikeWandb, TrackerRun
 
 SETTINGS: Final = {
     "console": "off",
@@ -20,21 +19,6 @@ SETTINGS: Final = {
     "silent": True,
 }
 """Metrics and configuration are sent and nothing else: no command line, no code, no list of packages."""
-
-
-class WandbSink:
-    """Logs by step. W&B cannot take a step back, so one that it had before a resume is not sent again."""
-
-    def __init__(self, run: Any, memory: Memory) -> None:
-        self._run = run
-        self._memory = memory
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._memory.is_new(step):
-            self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def open_wandb(run: TrackerRun) -> MetricSink:
@@ -55,4 +39,4 @@ def open_wandb(run: TrackerRun) -> MetricSink:
         settings=wandb.Settings(**SETTINGS),
         **options,
     )
-    return WandbSink(started, run.memory)
+    return LikeWandb(started, run.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from unison.evaluation.sets import EvaluationSets
 from unison.models.loading import load_model, read_config
 from unison.models.numerics import NumericsChoice, choose_numerics
 from unison.models.registry import read_spec
+from unison.models.saving import COPIED_FILES
 from unison.models.sources import resolve_model
 from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
@@ -56,6 +58,8 @@ class Parts:
 
     config: TrainConfig
     model_folder: Path
+    text_digest: str
+    """Of the files that make ids of texts and end a turn, as they were when they were read."""
     numerics: NumericsChoice
     tokenizer: Tokenizer
     engine: Engine
@@ -117,6 +121,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     return Parts(
         config=config,
         model_folder=folder,
+        text_digest=_text_digest(folder),
         numerics=choice,
         tokenizer=tokenizer,
         engine=engine,
@@ -146,6 +151,15 @@ def check_plan(config: TrainConfig) -> None:
     parts = [part_config(config.data, part) for part in config.data.mix.values()] or [config.data]
     for part in parts if config.trainer.steps else ():
         load_source(part, "train", config.run.seed)
+
+
+def _text_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in COPIED_FILES:
+        if (folder / name).is_file():
+            data = (folder / name).read_bytes()
+            digest.update(f"{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()[:16]
 
 
 def build_prompts(config: TrainConfig) -> TrainingPrompts:

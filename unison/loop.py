@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,11 +35,18 @@ from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
 from unison.rollout.summary import rollout_metrics
-from unison.run.batch import Batch, Digests, batch_accounts, ledger_entry
+from unison.run.batch import Batch, Digests, batch_accounts, check_exact, ledger_entry
 from unison.run.checkpoints import RunCheckpoints
-from unison.run.restore import Start, fork_start, own_start, restore
+from unison.run.restore import Start, changes_unsaved, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines
-from unison.run.wrap_up import RunResult, finish, interrupted_words, numerics_of, peak_memory_bytes
+from unison.run.wrap_up import (
+    RunResult,
+    already_finished,
+    finish,
+    interrupted_words,
+    is_finished,
+    numerics_of,
+)
 from unison.training.prepare import prepare_rows
 from unison.training.totals import StepTotals
 from unison.weights.push import push_weights
@@ -64,11 +72,13 @@ def run_training(
             start = own_start(folder, config) if is_continued else fork_start(config) if config.run.fork else None
             if start is None and is_continued and config.run.fork:
                 start = fork_start(config)
-            if is_continued and start is not None and _is_finished(folder, start.state, config):
-                return _already_finished(folder, start.state)
+            if is_continued and start is not None and is_finished(folder, start.state, config):
+                return already_finished(folder, start.state)
             parts = build_parts(config, dump_dir=folder.failures)
             config_toml = dump_toml(config, sources)
-            if not is_continued:
+            if is_continued:
+                folder.complete(command, numerics_of(parts))
+            else:
                 folder = RunFolder.create(path, config_toml, command, numerics=numerics_of(parts))
             return _run(parts, folder, start, is_continued, config_toml)
         except BaseException:
@@ -110,6 +120,7 @@ class Run:
         self.folder = folder
         self.step = 0
         """Steps done."""
+        self._begun_at = 0
         self.evaluations: dict[str, Metrics] = {}
         self.checkpoints = RunCheckpoints(parts, folder, progress.print, self._saved)
         self._progress = progress
@@ -118,6 +129,7 @@ class Run:
         self._weights_digest = self._base_digest
         self._pending: list[Sample] = []
         self._pending_draws: list[int] = []
+        self._step_cursor: dict[str, Any] = {}
         self._unlogged: Metrics | None = None
         self._alarms = Alarms(self.config.alarm)
         self._alarm_log: AlarmLog | None = None
@@ -139,21 +151,26 @@ class Run:
             if is_continued and not start.is_fork:
                 self.checkpoints.go_on(start.state, self.folder.checkpoints)
         resume_step = self._logged_step(start) if is_continued else None
+        changes = start.changes if start is not None else {}
         if not is_continued:
             self.folder.event("begun", step=self.step, fork=self.config.run.fork, numerics=numerics_of(self.parts))
         else:
+            if start is None:
+                changes = changes_unsaved(self.folder, self.config)
             num_dropped = self.folder.rewind(self.step, self._logged_step(start))
             self.folder.event(
                 "continued",
                 step=self.step,
                 num_pending=len(self._pending),
                 num_lines_dropped=num_dropped,
-                changes=list(start.changes.values()) if start else [],
+                changes=list(changes.values()),
                 passed_over=start.notes if start else [],
                 numerics=numerics_of(self.parts),
             )
-            if start is not None and start.changes:
-                self.folder.replace_config(config_toml, self.step)
+            if start is None or start.is_fork:
+                self.folder.write_config(config_toml)
+            elif changes:
+                self.folder.replace_config(config_toml, self.step, start.old_toml)
         # Only now: a file that is open does not follow when it is rewound.
         self._alarm_log = AlarmLog(self.folder.alarms)
         self._sinks = MultiSink(
@@ -164,8 +181,11 @@ class Run:
             ]
         )
         self.parts.hooks.tell("on_start", HookedRun(self.config.run.name, self.folder.path, self.config, self.step))
-        for line in start_lines(self.parts, start, is_continued):
+        for line in start_lines(self.parts, start, is_continued, changes):
             self._progress.print(line)
+        if start is not None and start.is_fork:
+            # Its own from here on: the run it comes from may go on, and delete or damage what it began from.
+            self.checkpoints.begin(self.state, self._pending)
 
     async def train(self) -> None:
         """Baseline, then steps: collect, score, estimate, update, publish; evaluate and save when it is due."""
@@ -176,7 +196,7 @@ class Run:
             batch, metrics = await self.rollout(step)
             totals = self.update(batch)
             metrics |= totals.metrics() | self.publish(step, totals)
-            metrics |= self.accounts(metrics, totals, time.perf_counter() - started)
+            metrics |= step_accounts(self.parts, metrics, totals, time.perf_counter() - started)
             self.record(step, batch, totals)
             await self.conclude(step, metrics)
         await self._evaluate_last()
@@ -239,7 +259,7 @@ class Run:
         totals = trainer.step(batch.rows, on_progress=self._trained, before_update=self._before_update)
         fault_point("loop.updated")
         if self.parts.numerics.path.name == "exact":
-            _check_exact(totals, is_first)
+            check_exact(totals, is_first)
         return totals
 
     def publish(self, step: int, totals: StepTotals) -> Metrics:
@@ -319,38 +339,36 @@ class Run:
         self.parts.hooks.tell("on_evaluation", step, dict(metrics))
         return metrics
 
-    def accounts(self, metrics: Metrics, totals: StepTotals, seconds: float) -> Metrics:
-        """Where the step's time and memory went."""
-        busy = metrics["rollout/seconds"] + totals.forward_s + totals.backward_s
-        return {
-            "step/seconds": seconds,
-            "step/other_share": max(0.0, 1 - busy / seconds),
-            "memory/peak_bytes": float(peak_memory_bytes()),
-            "data/epoch": float(self.parts.cursor.epoch),
-            "data/skipped": float(self.parts.num_skipped),
-        }
-
     @property
     def state(self) -> RunState:
         """The run as it stands between two steps."""
         return RunState(
             step=self.step,
+            begun_at=self._begun_at,
             optimizer_steps=self.parts.trainer.num_steps,
             weights_version=self.parts.engine.weights.version,
             weights_digest=self._weights_digest,
             base_digest=self._base_digest,
             cursor=self.parts.cursor.state_dict(),
+            step_cursor=self._step_cursor if self._pending_draws else {},
             pending_draws=list(self._pending_draws),
             unlogged=self._unlogged,
             evaluations=self.evaluations,
             seconds=self.seconds,
             numerics=numerics_of(self.parts),
+            config=msgspec.to_builtins(self.config),
             alarms=self._alarms.state_dict(),
         )
 
     def save_on_the_way_out(self) -> Path | None:
         """Save what the run has come to, samples of the step under way included; where it lies."""
-        return self.checkpoints.save_now(self.state, self._pending) if self._is_clean else None
+        if not self._is_clean:
+            return None
+        if self._step_cursor and len(tasks_of(self._pending)) != sum(self._pending_draws):
+            # An error came before the prompts had their samples: the step is to be drawn once more.
+            self._pending, self._pending_draws = [], []
+            self.parts.cursor.load_state_dict(self._step_cursor)
+        return self.checkpoints.save_now(self.state, self._pending)
 
     def give_up(self, error: UnisonError) -> None:
         """A run that fails saves what it has done first, unless that is what failed."""
@@ -377,9 +395,10 @@ class Run:
         self.folder.close()
 
     def _take(self, state: RunState, pending: list[Sample]) -> None:
-        self.step = state.step
+        self.step, self._begun_at = state.step, state.begun_at
         self.evaluations = dict(state.evaluations)
         self._pending, self._pending_draws = pending, list(state.pending_draws)
+        self._step_cursor = state.step_cursor
         self._unlogged = state.unlogged
         self._weights_digest = state.weights_digest
         self._seconds_before = state.seconds
@@ -390,19 +409,20 @@ class Run:
         """The last step whose metrics are complete: the present one's evaluation may be still to be made."""
         if start is None:
             return -1
-        no_baseline = not self.evaluations and self._has_baseline and (start.is_fork or self.step == 0)
-        return self.step - 1 if self._unlogged is not None or no_baseline else self.step
+        return self.step - 1 if self._unlogged is not None or self._baseline_is_open else self.step
 
     @property
-    def _has_baseline(self) -> bool:
-        return bool(self.parts.evaluation) and self.config.eval.before
+    def _baseline_is_open(self) -> bool:
+        """Whether the evaluation before the run's own first step is still to be made."""
+        wanted = bool(self.parts.evaluation) and self.config.eval.before
+        return wanted and not self.evaluations and self.step == self._begun_at
 
     async def _evaluate_first(self) -> None:
         """The baseline; of a continued run the evaluation that was left open."""
         unlogged = self._unlogged
         if unlogged is not None:
             await self.conclude(self.step, unlogged)
-        elif not self.evaluations and self._has_baseline:
+        elif self._baseline_is_open:
             self._sinks.log(self.step, await self.evaluate(self.step))
 
     def _saved(self, saved: Saved) -> None:
@@ -422,6 +442,8 @@ class Run:
         self._progress.print(f"warning: {message}")
 
     def _draw(self, count: int) -> list[PromptTask]:
+        if not self._pending_draws:
+            self._step_cursor = self.parts.cursor.state_dict()
         self._pending_draws.append(count)
         return self.parts.draw(count)
 
@@ -466,30 +488,3 @@ class Run:
 
 def _is_scored(sample: Sample) -> bool:
     return sample.reward is not None or sample.status is SampleStatus.UNSCORABLE
-
-
-def _is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
-    exported = folder.model.exists() or not config.log.export
-    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
-
-
-def _already_finished(folder: RunFolder, state: RunState) -> RunResult:
-    print(
-        f"the run in {folder.path} has done its {state.step} steps; raise trainer.steps to go on, or choose another "
-        "folder with --run.dir DIR",
-        flush=True,
-    )
-    evaluations = {int(step): metrics for step, metrics in state.evaluations.items()}
-    return RunResult(folder.path, state.weights_digest, evaluations)
-
-
-def _check_exact(totals: StepTotals, is_first: bool) -> None:
-    if not totals.logp_diff_max == 0:
-        raise NumericsError(
-            f"exact numerics was broken: log-probs of rollout and training differ by up to {totals.logp_diff_max:.3g}; "
-            "run `unison check exactness` on this model, and use model.numerics=fast to go on without the promise"
-        )
-    if is_first and totals.kl_sum:
-        raise NumericsError(
-            f"exact numerics was broken: the KL to the reference is {totals.kl_sum:.3g} before the first update, not 0"
-        )

@@ -32,3 +32,8 @@ def alike_from_step_two(samples: Sequence[Sample]) -> list[float]:
 def coarse(samples: Sequence[Sample]) -> list[float]:
     """Right or wrong: groups that are all alike are common."""
     return [float(share > 0.5) for share in low_ids(samples)]
+
+
+def odd_ids(samples: Sequence[Sample]) -> list[float]:
+    """Share of odd ids: differs between almost any two samples."""
+    return [sum(token % 2 for token in sample.response_ids) / sample.response_length for sample in samples]

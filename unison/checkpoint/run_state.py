@@ -25,6 +25,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: int = STATE_FORMAT
     step: int
     """Steps done."""
+    begun_at: int = 0
+    """Steps done before the run's own first one: those of the run that it is a fork of."""
     optimizer_steps: int
     """Optimizer steps done: the schedule goes by these."""
     weights_version: int
@@ -34,6 +36,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of the model the run began from, which is also the reference."""
     cursor: dict[str, Any]
     """Place in the data, after all that was drawn: pending prompts included."""
+    step_cursor: dict[str, Any] = {}
+    """Where prompts are pending, the place in the data before they were drawn."""
     pending_draws: list[int] = []
     """How the prompts of the step under way were drawn; its samples are the pending blob."""
     unlogged: dict[str, float] | None = None
@@ -44,6 +48,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     """Time the run has taken, over all its sessions."""
     numerics: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    """The configuration the run has come here with, whatever config.toml says by now."""
 
 
 def decode_state(document: object) -> RunState:

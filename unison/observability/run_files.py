@@ -29,6 +29,22 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """Make a file that is whole from the moment it is there. Raises FileExistsError where there is one, and OSError."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        write_whole(part, data)
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            raise
+        except OSError:  # no hard links here: two that start at once are told apart by the lock alone
+            os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Append one line whole, or raise OSError with the file as it was."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -85,11 +101,20 @@ def run_lock(folder: Path) -> Iterator[None]:
         ) from None
     with file:
         _take(file.fileno(), folder)
+        _check_same(file.fileno(), folder)
         # Who holds it is for people: a full disk must not keep a run from going on.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
+
+
+def _check_same(fd: int, folder: Path) -> None:
+    """A run that did not begin removes its files, the lock among them: then ours is nobody's any more."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(fd), os.stat(folder / LOCK)):
+            return
+    raise ConfigError(f"the run folder {folder} was removed by another process just now; start again")
 
 
 def _take(fd: int, folder: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from unison.core.errors import CheckpointError, ConfigError
 from unison.core.records import Sample
 from unison.observability.environment import describe_environment
 from unison.observability.jsonl import JsonLines
-from unison.observability.run_files import LOCK, append_line, keep_steps, write_whole
+from unison.observability.run_files import LOCK, append_line, keep_steps, write_new, write_whole
 from unison.observability.warn import Warn, warn_on_stderr
 
 _MARKS: Final = ("config.toml", "metrics.jsonl")
@@ -50,13 +51,12 @@ class RunFolder:
         check_unused(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # "x": of two runs that start at once in one folder, the second is refused here.
-            with open(folder / "config.toml", "x", encoding="utf-8", newline="\n") as file:
-                file.write(config_toml)
             run = cls(folder, warn=warn)
-            run._write_json("environment.json", describe_environment(numerics or {}))
-            run._write_text("README.md", _readme(folder.name, command))
+            # Whole or not at all: half a configuration would keep the run from being started again.
+            write_new(run.config, config_toml.encode("utf-8", "backslashreplace"))
+            run._describe(command, numerics)
         except FileExistsError:
+            # Of two runs that start at once in one folder, the second is refused here.
             raise ConfigError(_used(folder, "config.toml")) from None
         except (OSError, ValueError) as error:
             # A folder that could not be made is no run: it must not stand in the way of the next attempt.
@@ -73,14 +73,28 @@ class RunFolder:
         """The folder of a run that is to be continued."""
         return cls(path, warn=warn)
 
+    def complete(self, command: Sequence[str], numerics: Mapping[str, Any] | None = None) -> None:
+        """Write environment.json and README.md where they are missing: a kill may have come before them."""
+        try:
+            self._describe(command, numerics)
+        except OSError as error:
+            self._warn(f"cannot write {error.filename or self.path}: {error.strerror}")
+
+    def _describe(self, command: Sequence[str], numerics: Mapping[str, Any] | None) -> None:
+        if not self.environment.exists():
+            self._write_json("environment.json", describe_environment(numerics or {}))
+        if not self.readme.exists():
+            self._write_text("README.md", _readme(self.path.name, command))
+
     def discard_unless_begun(self) -> None:
         """Remove the folder's files where no step was ever logged: a run that did not begin keeps no name taken."""
         self.close()
-        own = {"config.toml", "environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", LOCK}
-        own |= {"alarms.jsonl", "trackers.json"}
+        own = ["environment.json", "README.md", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "alarms.jsonl"]
+        # The configuration goes last but for the lock: what a kill leaves is still a run's folder, which begins anew.
+        own += ["trackers.json", ".config.toml.part", "config.toml", LOCK]
         begun = self.metrics.exists() and self.metrics.stat().st_size > 0
         # A batch that was dumped is worth its configuration.
-        if begun or {path.name for path in self.path.iterdir()} - own:
+        if begun or {path.name for path in self.path.iterdir()}.difference(own):
             return
         for name in own:
             (self.path / name).unlink(missing_ok=True)
@@ -90,6 +104,10 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def readme(self) -> Path:
+        return self.path / "README.md"
 
     @property
     def environment(self) -> Path:
@@ -192,10 +210,26 @@ class RunFolder:
                 number = path.name.removeprefix("step-").split(".")[0]
                 if number.isdigit() and int(number) > step:
                     path.unlink(missing_ok=True)
+        self._set_model_aside(step)
         for path in (self.summary, self.plot):
             path.unlink(missing_ok=True)
         self._rewind_configs(step)
         return num_dropped
+
+    def _set_model_aside(self, step: int) -> None:
+        """A model exported at an earlier end is not that of the steps to come; one of no end is exported again."""
+        old = self.path / ".model.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if not self.model.exists():
+            return
+        if self.summary.exists():
+            kept = self.path / f"model-until-step-{_summed_step(self.summary, step)}"
+            if kept.exists():
+                kept.rename(old)
+            self.model.rename(kept)
+        else:
+            self.model.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
 
     def _rewind_configs(self, step: int) -> None:
         """Of configurations that held until a later step, the first is that of the steps up to now."""
@@ -217,20 +251,28 @@ class RunFolder:
     def _config_until(self, step: int) -> Path:
         return self.path / f"config-until-step-{step}.toml"
 
-    def replace_config(self, config_toml: str, step: int) -> None:
+    def write_config(self, config_toml: str) -> None:
+        """The configuration of a run of which nothing is kept. Raises CheckpointError where it cannot be written."""
+        try:
+            self._write_text("config.toml", config_toml)
+        except OSError as error:
+            raise _unwritten_config(self.path, error) from error
+
+    def replace_config(self, config_toml: str, step: int, old_toml: str | None = None) -> None:
         """From ``step`` on the run has another configuration; the one before is kept beside it.
+
+        That is ``old_toml`` where config.toml has been edited meanwhile.
 
         One that was replaced at this step before is kept in its stead: no step was made with what came between. Raises
         CheckpointError where a file cannot be written.
         """
         try:
             if not self._config_until(step).exists():
-                write_whole(self._config_until(step), self.config.read_bytes())
+                old = self.config.read_bytes() if old_toml is None else old_toml.encode("utf-8", "backslashreplace")
+                write_whole(self._config_until(step), old)
             self._write_text("config.toml", config_toml)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write the configuration into {self.path}: {error.strerror}; make room, and start the run again"
-            ) from error
+            raise _unwritten_config(self.path, error) from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json whole; floats that are not finite become null."""
@@ -266,6 +308,21 @@ class RunFolder:
     def _write_text(self, name: str, text: str) -> None:
         """Replace the file in one move, so that no reader meets half of it."""
         write_whole(self.path / name, text.encode("utf-8", "backslashreplace"))
+
+
+def _unwritten_config(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write the configuration into {folder}: {error.strerror}; make room, and start the run again"
+    )
+
+
+def _summed_step(summary: Path, otherwise: int) -> int:
+    """The step that a summary is of."""
+    try:
+        step: Any = json.loads(summary.read_bytes())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return otherwise
+    return step if isinstance(step, int) and step >= 0 else otherwise
 
 
 def holds_run(path: str | Path) -> bool:
@@ -362,6 +419,7 @@ Started {started} by
 |---|---|
 | `config.toml` | the resolved configuration; `unison train config.toml --run.dir OTHER` runs it again |
 | `checkpoints/` | states the run can continue from: `unison train` with this folder as its argument |
+| `config-until-step-N.toml`, `model-until-step-N/` | what held until the run went on from there otherwise, or further |
 | `ledger.jsonl` | one JSON object a step: what became of every prompt drawn, and digests of samples and weights |
 | `samples/` | the whole samples of each step, for `unison replay` and `unison samples` |
 | `events.jsonl` | when the run was begun, continued, interrupted and finished, and what was passed over |

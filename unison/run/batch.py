@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from unison.assembly import Parts
+from unison.core.errors import NumericsError
 from unison.core.records import Sample
 from unison.rollout.ledger import GroupAccount, LedgerEntry, group_accounts
+from unison.run.wrap_up import peak_memory_bytes
 from unison.training.rows import TrainingRow
 from unison.training.totals import StepTotals
 
@@ -73,3 +76,28 @@ def ledger_entry(
         samples_sha256=digests.samples,
         cursor=cursor if len(str(cursor)) <= _MAX_CURSOR_CHARS else {},
     )
+
+
+def check_exact(totals: StepTotals, is_first: bool) -> None:
+    """Raise NumericsError where training did not find the log-probs of the rollout."""
+    if not totals.logp_diff_max == 0:
+        raise NumericsError(
+            f"exact numerics was broken: log-probs of rollout and training differ by up to {totals.logp_diff_max:.3g}; "
+            "run `unison check exactness` on this model, and use model.numerics=fast to go on without the promise"
+        )
+    if is_first and totals.kl_sum:
+        raise NumericsError(
+            f"exact numerics was broken: the KL to the reference is {totals.kl_sum:.3g} before the first update, not 0"
+        )
+
+
+def step_accounts(parts: Parts, metrics: Mapping[str, float], totals: StepTotals, seconds: float) -> dict[str, float]:
+    """Where a step's time and memory went."""
+    busy = metrics["rollout/seconds"] + totals.forward_s + totals.backward_s
+    return {
+        "step/seconds": seconds,
+        "step/other_share": max(0.0, 1 - busy / seconds),
+        "memory/peak_bytes": float(peak_memory_bytes()),
+        "data/epoch": float(parts.cursor.epoch),
+        "data/skipped": float(parts.num_skipped),
+    }

@@ -48,6 +48,10 @@ class RunCheckpoints:
         self._saved_step: int | None = None
         self._best: float | None = None
 
+    def begin(self, state: RunState, pending: Sequence[Sample]) -> None:
+        """Save a state that is nowhere in this folder yet, whatever the schedule says."""
+        self._begin(state, pending, None)
+
     def save_if_due(self, state: RunState, evaluated: Mapping[str, float]) -> None:
         """After a step: begin a save where the schedule, the end of the run or a new best evaluation asks for one."""
         config = self._config

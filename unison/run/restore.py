@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from torch import Tensor
 
 from unison.assembly import Parts
@@ -20,8 +21,8 @@ from unison.checkpoint.run_state import (
     decode_state,
     restore_random_states,
 )
-from unison.config.changes import check_changes, describe
-from unison.config.dump import diff_configs
+from unison.config.changes import FIXED, check_changes, describe
+from unison.config.dump import diff_configs, dump_toml
 from unison.config.load import load_config
 from unison.config.schema import TrainConfig
 from unison.core.errors import CheckpointError, ConfigError, DataError
@@ -34,8 +35,7 @@ from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
 from unison.weights.push import push_weights
 
-_OF_THE_FOLDER: Final = ("run.dir", "run.name", "run.fork")
-"""Keys that differ between a run and its fork by nature."""
+CONFIG: Final = "config.toml"
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class Start:
     changes: dict[str, str] = field(default_factory=dict)
     """What is configured otherwise from here on, by key."""
     is_fork: bool = False
+    old_toml: str = ""
+    """The configuration that the state was reached with, as a file."""
 
 
 def own_start(folder: RunFolder, config: TrainConfig) -> Start | None:
@@ -60,17 +62,22 @@ def own_start(folder: RunFolder, config: TrainConfig) -> Start | None:
     """
     loaded, skipped = load_newest(folder.checkpoints)
     notes = [f"passed over {one}" for one in skipped]
-    old = load_config([folder.config]).config
     if loaded is None:
-        _check_unsaved(folder, old, config)
+        _check_unsaved(folder, config)
         return None
     start = _start_of(loaded)
+    old, start.old_toml = _config_of(folder, start.state)
     start.changes = describe(check_changes(old, config, has_pending=bool(start.pending)))
     if any(path.startswith("reward.") for path in start.changes):
         for sample in start.pending:
             unscored(sample)
     start.notes = notes
     return start
+
+
+def changes_unsaved(folder: RunFolder, config: TrainConfig) -> dict[str, str]:
+    """What is configured otherwise than in config.toml, where no step of the run was kept. Raises ConfigError."""
+    return describe(check_changes(_config_in(folder), config))
 
 
 def fork_start(config: TrainConfig) -> Start:
@@ -97,9 +104,10 @@ def fork_start(config: TrainConfig) -> Start:
     # The prompts of a rollout half done are drawn already, and answered under the new settings.
     start.pending = unanswered(start.pending)
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
-    start.state.seconds = 0.0
+    start.state.seconds, start.state.begun_at = 0.0, start.state.step
     changes = diff_configs(old, config)
-    start.changes = describe({path: pair for path, pair in changes.items() if path not in _OF_THE_FOLDER})
+    start.changes = describe({key: pair for key, pair in changes.items() if not key.startswith("run.") or key in FIXED})
+    start.changes.pop("run.fork", None)
     start.is_fork = True
     return start
 
@@ -107,11 +115,13 @@ def fork_start(config: TrainConfig) -> Start:
 def parse_run_step(text: str, what: str) -> tuple[Path, int | None]:
     """``RUN@STEP`` as (folder, step); the step is None where only the folder is given. Raises ConfigError."""
     name, at, number = text.rpartition("@")
-    if at and number.isascii() and number.isdigit():
+    # A folder may have such a name itself; RUN@STEP is what is meant where both can be.
+    is_step = at and number.isascii() and number.isdigit()
+    if is_step and ((Path(name).expanduser() / CONFIG).is_file() or not (Path(text).expanduser() / CONFIG).is_file()):
         path, step = Path(name).expanduser(), int(number)
     else:
         path, step = Path(text).expanduser(), None
-    if not (path / "config.toml").is_file():
+    if not (path / CONFIG).is_file():
         raise ConfigError(f"{what}={text!r}: there is no run in {path}; name a run folder, or RUN_FOLDER@STEP")
     return path, step
 
@@ -153,6 +163,11 @@ def numerics_notes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _restore_cursor(parts: Parts, start: Start) -> None:
+    if start.is_fork and not start.state.cursor:
+        start.notes.append(
+            f"the data begins anew: the place in it after step {start.state.step} is kept in checkpoints only"
+        )
+        return
     try:
         parts.cursor.load_state_dict(start.state.cursor)
     except DataError:
@@ -173,9 +188,27 @@ def _start_of(loaded: Loaded) -> Start:
     return Start(state, loaded.tensors, loaded.documents.get(RANDOM_FILE), pending)
 
 
-def _check_unsaved(folder: RunFolder, old: TrainConfig, new: TrainConfig) -> None:
+def _config_in(folder: RunFolder) -> TrainConfig:
+    try:
+        return load_config([folder.config]).config
+    except ConfigError as error:
+        raise ConfigError(f"the run's own configuration {folder.config} cannot be read: {error}") from error
+
+
+def _config_of(folder: RunFolder, state: RunState) -> tuple[TrainConfig, str]:
+    """The configuration that a state was reached with, and its text. Who edits config.toml changes the run by it."""
+    written = _config_in(folder)
+    try:
+        reached = msgspec.convert(state.config, TrainConfig) if state.config else written
+    except msgspec.ValidationError:  # of a version with other keys
+        reached = written
+    same = not diff_configs(written, reached)
+    return reached, folder.config.read_text(encoding="utf-8") if same else dump_toml(reached)
+
+
+def _check_unsaved(folder: RunFolder, config: TrainConfig) -> None:
     """A run that saved nothing yet begins anew, as itself."""
-    check_changes(old, new)
+    changes_unsaved(folder, config)
     if folder.summary.exists():
         raise CheckpointError(
             f"the run in {folder.path} is finished, and its checkpoints are gone: it cannot be continued; choose "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from unison.assembly import Parts
 from unison.run.restore import Start, numerics_notes
@@ -24,16 +26,20 @@ def introduction(parts: Parts, folder: Path) -> list[str]:
     ]
 
 
-def start_lines(parts: Parts, start: Start | None, is_continued: bool) -> list[str]:
+def start_lines(
+    parts: Parts, start: Start | None, is_continued: bool, changes: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """Where a run goes on that does not begin at its beginning, and what is otherwise than it was."""
+    changed = [f"  changed: {line}" for line in changes.values()]
     if start is None:
-        return ["no checkpoint had been saved yet: the run begins anew at step 1"] if is_continued else []
+        anew = "no checkpoint had been saved yet: the run begins anew at step 1"
+        return [*changed, anew] if is_continued else []
     state = start.state
     notes = [*start.notes, *numerics_notes(state.numerics, numerics_of(parts))]
     pending = f", with {len(start.pending)} samples of step {state.step + 1} drawn or begun" if start.pending else ""
     whose = f"of the run that {parts.config.run.fork} names" if start.is_fork else "of this run"
     return [
         *(f"note: {note}" for note in notes),
-        *(f"  changed: {line}" for line in start.changes.values()),
+        *changed,
         f"goes on after step {state.step} {whose}{pending}",
     ]

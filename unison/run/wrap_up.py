@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unison.assembly import Parts
+from unison.checkpoint.run_state import RunState
 from unison.config.schema import TrainConfig
 from unison.core.errors import UnisonError
 from unison.models.saving import export_model
@@ -43,7 +43,7 @@ def finish(
     problem: UnisonError | None = None
     if parts.config.log.export:
         try:
-            _export(parts, folder)
+            export_model(parts.trainer.model, parts.model_folder, folder.model)
         except UnisonError as error:
             problem = error
     if parts.config.log.plot:
@@ -58,6 +58,23 @@ def finish(
         # The trained model is what the run was for: without it the run has failed, but all else is written.
         raise problem
     return result
+
+
+def is_finished(folder: RunFolder, state: RunState, config: TrainConfig) -> bool:
+    """Whether nothing is left to do: no step, no evaluation, no export, no last word."""
+    exported = folder.model.exists() or not config.log.export
+    return state.step >= config.trainer.steps and state.unlogged is None and folder.summary.exists() and exported
+
+
+def already_finished(folder: RunFolder, state: RunState) -> RunResult:
+    """Says so; what it came to then."""
+    print(
+        f"the run in {folder.path} has done its {state.step} steps; raise trainer.steps to go on, or choose another "
+        "folder with --run.dir DIR",
+        flush=True,
+    )
+    evaluations = {int(step): metrics for step, metrics in state.evaluations.items()}
+    return RunResult(folder.path, state.weights_digest, evaluations)
 
 
 def interrupted_words(folder: RunFolder, step: int, saved: Path | None, *, is_saved: bool) -> list[str]:
@@ -80,6 +97,7 @@ def numerics_of(parts: Parts) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "sampler": SAMPLER_NAME,
         "torch": str(torch.__version__),
+        "tokenizer": parts.text_digest,
     }
 
 
@@ -87,21 +105,6 @@ def peak_memory_bytes() -> int:
     """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _export(parts: Parts, folder: RunFolder) -> None:
-    """Export the model. That of an earlier end of the run stays until the new one is there."""
-    earlier = folder.model.with_name("model.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if folder.model.exists():
-        folder.model.rename(earlier)
-    try:
-        export_model(parts.trainer.model, parts.model_folder, folder.model)
-    except UnisonError:
-        if earlier.exists():
-            earlier.rename(folder.model)
-        raise
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _write_summary(folder: RunFolder, summary: Mapping[str, Any], progress: Progress) -> None:
@@ -122,6 +125,7 @@ def _draw_plot(folder: RunFolder, title: str, progress: Progress) -> None:
 def _summary(parts: Parts, result: RunResult, seconds: float) -> dict[str, Any]:
     return {
         "name": parts.config.run.name,
+        "step": parts.config.trainer.steps,
         "steps": parts.trainer.num_steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),

@@ -92,7 +92,9 @@ def check_regular(path: Path) -> None:
     """Raise DataError for what is there and no file: a pipe or device may never end, and is read anew by a resume."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise DataError(f"the data file {path} is a pipe, socket or device; give a regular file, which can be read again")
+        raise DataError(
+            f"the data file {path} is a pipe, socket or device; give a regular file, which can be read again"
+        )
 
 
 def row_name(path: Path) -> str:
@@ -111,9 +113,7 @@ def _parse(record: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
     try:
-        row = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
-        )
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except RecursionError as error:

@@ -98,7 +98,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     check_trackers(config.log)
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
-    rollout_function = load_rollout(config.rollout.function)
+    rollout_function = load_rollout(config.rollout.function, config.rollout.timeout_s)
     hooks = Hooks(config.run.hooks)
     reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)

@@ -126,14 +126,7 @@ async def _single_answer(
 async def _by_function(
     client: EngineClient, function: RolloutFunction, task: PromptTask, sampling: SamplingParams, sample: Sample
 ) -> list[Sample]:
-    fresh = replace(
-        sample,
-        token_ids=list(sample.token_ids),
-        provenance=list(sample.provenance),
-        logprobs=list(sample.logprobs),
-        weight_versions=list(sample.weight_versions),
-        turns=list(sample.turns),
-    )
+    fresh = copy_of(sample)
     try:
         returned = await function(client, task, replace(sampling, n=1, seed=sample.seed), sample)
     except RolloutInterrupted:
@@ -142,6 +135,18 @@ async def _by_function(
     for one in drawn:
         _check_drawn(one, fresh)
     return drawn
+
+
+def copy_of(sample: Sample) -> Sample:
+    """The sample with lists of its own, which what is appended to the other one does not reach."""
+    return replace(
+        sample,
+        token_ids=list(sample.token_ids),
+        provenance=list(sample.provenance),
+        logprobs=list(sample.logprobs),
+        weight_versions=list(sample.weight_versions),
+        turns=list(sample.turns),
+    )
 
 
 def _check_drawn(sample: Sample, begun: Sample) -> None:

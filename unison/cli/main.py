@@ -14,7 +14,7 @@ import unison
 from unison.cli.arguments import HelpShown
 from unison.cli.env import prepare_environment
 from unison.config.names import did_you_mean
-from unison.core.describe import printable
+from unison.core.describe import LAYOUT, printable
 from unison.core.errors import ConfigError, RunInterrupted, UnisonError
 
 COMMANDS: Final[dict[str, str]] = {
@@ -34,7 +34,6 @@ EXIT_OK: Final = 0
 EXIT_USER_ERROR: Final = 2
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
-_LAYOUT: Final = "\n\t"
 
 USAGE: Final = """\
 usage: unison COMMAND ...
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnisonError as error:
         if traceback:
             raise
-        print(f"error: {printable(str(error), keep=_LAYOUT)}", file=sys.stderr)
+        print(f"error: {printable(str(error), keep=LAYOUT)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         if traceback:

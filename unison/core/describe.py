@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Final
 
 _MAX_CHARS: Final = 2000
+LAYOUT: Final = "\n\t"
+"""What ``printable`` keeps of a text of several lines."""
 
 
 def describe(error: BaseException) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 MAX_SECONDS_PER_ANSWER = 5.0
 MAX_MEMORY_BYTES = 6 << 30
+HANDED_ON = {"code_tests", "http"}
+"""Graders that run nothing here: a sandbox or a server gets the answer, and the tests of each are their own."""
 WATCHED = {"os.system", "subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind"}
 
 
@@ -147,7 +149,7 @@ def main(canary: str) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     of_grader = labels()
-    graders = {name: _registry.find(name) for name in _registry.names}
+    graders = {name: _registry.find(name) for name in _registry.names if name not in HANDED_ON}
     missing = sorted(set(graders) - set(of_grader))
     for name, grader in graders.items():  # loads what they need, before the watch begins
         for label in of_grader.get(name, []):

@@ -25,7 +25,7 @@ COMMANDS: Final[dict[str, str]] = {
     "replay": "take training steps of a run once more, and compare them to the bit",
     "samples": "read the rollouts of a step from a run folder",
     "bench": "measure how fast a workload is answered, here or by a server",
-    "check": "prove exactness on this machine, or look at a run folder or a plug-in",
+    "check": "prove exactness here, or look at a run folder or a plug-in",
     "doctor": "look for what is wrong or slow on this machine",
 }
 """Each lives in ``unison.cli.<name>`` as ``run(arguments) -> exit code``."""

@@ -104,7 +104,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     check_trackers(config.log)
     estimator = get_advantage(config.algorithm.name)
     group_filter = load_filter(config.rollout.filter)
-    rollout_function = load_rollout(config.rollout.function)
+    rollout_function = load_rollout(config.rollout.function, config.rollout.timeout_s)
     hooks = Hooks(config.run.hooks)
     reward = load_reward(config.reward, label_column=config.data.label_key)
     set_threads(config.run.threads)
@@ -145,7 +145,7 @@ def check_plan(config: TrainConfig) -> None:
     check_trackers(config.log)
     get_advantage(config.algorithm.name)
     load_filter(config.rollout.filter)
-    load_rollout(config.rollout.function)
+    load_rollout(config.rollout.function, config.rollout.timeout_s)
     Hooks(config.run.hooks)
     load_reward(config.reward, label_column=config.data.label_key).close()
     parts = [part_config(config.data, part) for part in config.data.mix.values()] or [config.data]

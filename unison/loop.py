@@ -35,7 +35,7 @@ from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
 from unison.rollout.interruptible import stoppable
 from unison.rollout.summary import rollout_metrics
-from unison.run.batch import Batch, Digests, batch_accounts, check_exact, ledger_entry
+from unison.run.batch import Batch, Digests, batch_accounts, check_exact, ledger_entry, step_accounts
 from unison.run.checkpoints import RunCheckpoints
 from unison.run.restore import Start, changes_unsaved, fork_start, own_start, restore
 from unison.run.talk import introduction, start_lines

@@ -54,6 +54,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
             if field.required or draw(st.integers(0, 4)) == 0:
                 place[key] = draw(values(field))
     nested.setdefault("data", {})["source"] = "sums"
+    nested.get("run", {}).pop("name", None)  # a name of a folder
     reward = nested.get("reward", {})
     # These contradict others, which the configuration refuses.
     for key in ("isolation", *(("function", "options") if "parts" in reward else ())):

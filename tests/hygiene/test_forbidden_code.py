@@ -47,6 +47,7 @@ BROAD_HANDLERS = {
     "unison/processes/pool.py:_Place.serve": "raised by whoever waits for that call",
     "unison/processes/worker.py:_answer": "the call's outcome, with the reason",
     "unison/processes/worker.py:main": "the reason why the pool cannot be opened, and raised there",
+    "unison/rollout/functions.py:_Contained.__call__": "the sample fails, with the reason, and is counted",
     "unison/rewards/combined.py:call": "the samples become unscorable, with the reason, and are counted",
 }
 """file:function that may catch any Exception without raising again -> where the error is counted or shown."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.loop.test_run_training import TinyModelDir, metrics_of, run
-from unison.core.errors import DataError
+from unison.core.errors import ConfigError, DataError
 
 
 def children() -> set[str]:
@@ -39,7 +39,7 @@ def test_a_grader_that_hangs_costs_its_samples_and_the_run_goes_on(
 
 def test_a_run_that_cannot_begin_leaves_no_process(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     before = children()
-    with pytest.raises(DataError):
+    with pytest.raises((ConfigError, DataError)):
         run(tiny_model_dir(), tmp_path / "run", data={"source": "jsonl", "train": "absent.jsonl", "options": {}})
     gc.collect()
     assert children() == before

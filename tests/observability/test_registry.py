@@ -13,6 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 STABLE = """
 rollout/reward_mean rollout/reward_std rollout/logp_diff_max rollout/logp_diff_mean rollout/length_mean
 rollout/length_min rollout/length_max rollout/truncated_share rollout/unscorable rollout/aborted rollout/tokens
+rollout/failed
 rollout/tokens_per_s rollout/seconds rollout/no_contrast_share reward/seconds train/loss train/kl train/entropy
 train/ratio_mean train/ratio_max train/clip_share train/grad_norm train/learning_rate train/tokens train/tokens_per_s
 train/seconds train/micro_batches weights/version weights/seconds step/seconds step/other_share eval/accuracy

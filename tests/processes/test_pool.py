@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from unison.core.errors import WorkerError
+from unison.processes import pool as pool_module
 from unison.processes.pool import Failed, WorkerPool
 
 TARGET = "tests.processes.hostile:open_hostile"
@@ -289,3 +290,14 @@ def test_a_parent_that_is_killed_leaves_nothing(number: signal.Signals) -> None:
         assert number is signal.SIGKILL
         os.kill(away, signal.SIGKILL)
     process.stdout.close()
+
+
+def test_a_call_too_large_for_the_channel_is_refused_and_the_worker_stays(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_MAX_PAYLOAD_BYTES", 1000)
+    before = pool.num_restarts
+    outcome = pool.submit(bytes(1001), timeout_s=5).result()
+    assert isinstance(outcome, Failed) and outcome.kind == "error" and "1001 bytes" in outcome.reason
+    assert pool.submit(b"next", timeout_s=5).result() == b"next"
+    assert pool.num_restarts == before

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rewards.samples import finished
+from unison.config.schema import RewardConfig
 from unison.core.errors import RewardError, SandboxError
 from unison.rewards import code
+from unison.rewards.base import load_reward
 from unison.rewards.code import code_tests, extract_program, same_output
+from unison.rewards.scoring import score
 from unison.sandbox.find import find_sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -199,3 +204,41 @@ def no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_a_sandbox_code_is_refused(no_sandbox: None) -> None:
     with pytest.raises(SandboxError, match="untrusted code is refused"):
         code_tests(fenced(ADD), CHECK)
+
+
+def test_without_a_sandbox_no_run_begins(no_sandbox: None) -> None:
+    with pytest.raises(SandboxError, match="untrusted code is refused"):
+        load_reward(RewardConfig(function="code_tests", isolation="none"))
+
+
+def test_the_time_of_all_cases_together_is_bounded_and_the_rest_not_passed() -> None:
+    cases = [{"input": "", "output": "1"}, *[{"input": "x", "output": "1"}] * 50]
+    program = "import sys\nwhile sys.stdin.read(): pass\nprint(1)"
+    began = time.monotonic()
+    share = code_tests(fenced("import sys\nif sys.stdin.read():\n    while True: pass\nprint(1)"), cases, total_s=1.5)
+    assert share == pytest.approx(1 / 51)
+    assert time.monotonic() - began < 3.5
+    assert code_tests(fenced(program), cases[:2], total_s=5.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"options": {"total_s": 20.0}}, r"may take 21 s .total_s=20 and wall_s=5.*raise reward.timeout_s"),
+        ({"timeout_s": 4.0}, r"over its deadline of 4 s"),
+        ({"memory_mb": 300}, r"may use 300 MiB.*raise reward.memory_mb"),
+        ({"options": {"total_s": 0}}, r"total_s is 0"),
+        ({"options": {"wall_s": -1.0}}, r"wall_s is -1"),
+    ],
+)
+def test_what_would_leave_every_sample_without_a_score_is_refused_before_the_run(settings: Any, told: str) -> None:
+    with pytest.raises(RewardError, match=told):
+        load_reward(RewardConfig(function="code_tests", **settings))
+
+
+def test_a_program_that_hangs_scores_zero_under_the_default_deadlines() -> None:
+    reward = load_reward(RewardConfig(function="code_tests"))
+    samples = [finished(fenced("while True: pass"), ASSERTS), finished(fenced(ADD), ASSERTS)]
+    report = score(samples, reward)
+    reward.close()
+    assert (report.num_unscorable, [sample.reward for sample in samples]) == (0, [0.0, 0.75])

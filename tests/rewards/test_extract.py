@@ -22,10 +22,15 @@ def box_by_trying(text: str) -> str | None:
     found = None
     best = -1
     for start in range(len(text)):
-        for command in ("\\boxed{", "\\fbox{"):
+        for command in ("\\boxed", "\\fbox"):
             if not text.startswith(command, start) or (start - len(text[:start].rstrip("\\"))) % 2:
                 continue
             position = start + len(command)
+            spaces = len(text[position:]) - len(text[position:].lstrip(" "))
+            if spaces > 8 or not text.startswith("{", position + spaces):
+                continue
+            position += spaces + 1
+            content = position
             level = 1
             while position < len(text) and level:
                 if text[position] == "\\":
@@ -34,7 +39,7 @@ def box_by_trying(text: str) -> str | None:
                     level += 1 if text[position] == "{" else -1
                 position += 1
             if level == 0 and position <= len(text) and position > best:
-                best, found = position, text[start + len(command) : position - 1]
+                best, found = position, text[content : position - 1]
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
+import gzip
 import http.server
 import json
 import socket
@@ -219,3 +221,40 @@ def test_settings_that_cannot_work_are_refused_before_the_run(isolation: Any, op
     with pytest.raises(RewardError, match=told) as caught:
         load_reward(RewardConfig(function="http", options=options, isolation=isolation))
     assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_a_server_that_drips_or_inflates_its_answer_is_bounded(where: str) -> None:
+    """One byte at a time keeps each read short of its limit; compressed, a little is very much."""
+    body = gzip.compress(b" " * (64 << 20))
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    def serve(listener: socket.socket) -> None:
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            peer.recv(1 << 16)
+            if where == "head":
+                peer.sendall(head + body)
+                return
+            peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+            for _ in range(100):
+                peer.sendall(b" ")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        sample = finished("a")
+        began = time.monotonic()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        assert graded([sample], url=url, timeout_s=0.5, retries=0).num_unscorable == 1
+        assert time.monotonic() - began < 3
+        thread.join()
+    assert ("no score" if where == "head" else "not answered in full") in (sample.error or "") or "65536" in (
+        sample.error or ""
+    )
+
+
+def test_an_answer_nested_without_end_is_no_score(judge: Judge) -> None:
+    deep = b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b',"score":1}'
+    assert "what is no score" in error_of(judge, (200, {}, deep))

@@ -14,6 +14,7 @@ import unison
 from unison.cli.arguments import HelpShown
 from unison.cli.env import prepare_environment
 from unison.config.names import did_you_mean
+from unison.core.describe import LAYOUT, printable
 from unison.core.errors import ConfigError, RunInterrupted, UnisonError
 
 COMMANDS: Final[dict[str, str]] = {
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnisonError as error:
         if traceback:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), keep=LAYOUT)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         if traceback:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from unison.cli.arguments import ArgumentParser
+from unison.core.describe import printable
 from unison.core.errors import DataError
 from unison.core.records import Sample
 
@@ -84,5 +85,4 @@ def _page(step: int, samples: Sequence[Sample]) -> list[str]:
 def _shown(value: object) -> str:
     """On one line, without control characters: a terminal must not obey what a model wrote."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:_MAX_CHARS])
-    return printable + "…" * (len(text) > _MAX_CHARS)
+    return printable(text[:_MAX_CHARS]) + "…" * (len(text) > _MAX_CHARS)

@@ -11,6 +11,8 @@ from unison.config.schema import RewardConfig, TrainConfig
 from unison.core.errors import ConfigError, RequestError
 from unison.core.sampling import SamplingParams
 
+_MAX_NAME_BYTES: Final = 200
+
 
 def check_config(config: TrainConfig) -> None:
     """Raise ConfigError, naming the key to change, for values and combinations that cannot be meant."""
@@ -26,6 +28,12 @@ def _check_names(config: TrainConfig) -> None:
         raise ConfigError("model.path is empty; give a model folder or a short name like smollm2-135m")
     if not config.run.name.strip():
         raise ConfigError("run.name is empty; give the run a name")
+    name = config.run.name
+    if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ConfigError(
+            f"run.name={name[:_MAX_NAME_BYTES]!a} is no name of a folder: at most {_MAX_NAME_BYTES} bytes without / "
+            "and control characters; run.dir says where the folder lies"
+        )
 
 
 def _check_sampling(config: TrainConfig) -> None:

@@ -201,6 +201,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     function: Annotated[
         str | None, Meta(description="module:function of your own that draws one sample, in place of a single answer.")
     ] = None
+    timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0, le=604800, description="Deadline in seconds of one sample under rollout.function, which fails then."
+        ),
+    ] = 21600.0
     filter: Annotated[
         str | None,
         Meta(description="Which groups are trained: no_contrast drops those scored alike, or module:function."),

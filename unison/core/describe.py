@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import Final
+
+_MAX_CHARS: Final = 2000
+LAYOUT: Final = "\n\t"
+"""What ``printable`` keeps of a text of several lines."""
 
 
 def describe(error: BaseException) -> str:
-    """``ValueError: no number (at my_rewards.py:12)``."""
-    return f"{type(error).__name__}: {text_of(error)}{place_of(error)}"
+    """``ValueError: no number (at my_rewards.py:12)``, fit for a terminal and for any file."""
+    return printable(f"{type(error).__name__}: {text_of(error)[:_MAX_CHARS]}{place_of(error)}")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with escapes in place of what is no letter, sign or space; ``keep`` has characters to leave alone.
+
+    Such texts quote what a model or a file said: a terminal must not obey it, and no line of it be taken for ours.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
 
 
 def place_of(error: BaseException) -> str:

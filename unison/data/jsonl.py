@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import os
+import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final, cast
@@ -17,6 +21,8 @@ from unison.data.source import PromptSource, Split, refuse_settings
 
 _BOM: Final = b"\xef\xbb\xbf"
 _MAX_DEPTH: Final = 100
+_MAX_LINE_BYTES: Final = 64 << 20
+"""No prompt is longer; a line that is comes from a file of another kind, or from one made to fill the memory."""
 _DEFAULT_KEYS: Final = Keys()
 
 
@@ -58,12 +64,13 @@ def unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _records(path: Path) -> Iterator[tuple[Place, dict[str, Any] | BadRow]]:
+    name = row_name(Path(path.name))
     for number, line in _lines(path):
         try:
             record: dict[str, Any] | BadRow = _parse(line)
         except BadRow as error:
             record = error
-        yield (f"{path.name}:{number}", f"{path}:{number}"), record
+        yield (f"{name}:{number}", f"{path}:{number}"), record
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -71,7 +78,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         # In binary mode a line ends at LF only; text mode would end one at a lone CR as well.
         with _open(path) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b""), 1):
+                if len(line) > _MAX_LINE_BYTES:
+                    raise DataError(f"{path}:{number}: the line has over {_MAX_LINE_BYTES >> 20} MiB; is this JSONL?")
                 record = line.removeprefix(_BOM) if number == 1 else line
                 if record.strip():
                     yield number, record
@@ -79,7 +88,22 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise unreadable(path, error) from error
 
 
+def check_regular(path: Path) -> None:
+    """Raise DataError for what is there and no file: a pipe or device may never end, and is read anew by a resume."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DataError(
+            f"the data file {path} is a pipe, socket or device; give a regular file, which can be read again"
+        )
+
+
+def row_name(path: Path) -> str:
+    """The file's name for row ids; bytes in it that are no UTF-8 are written as escapes."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
+
+
 def _open(path: Path) -> IO[bytes]:
+    check_regular(path)
     return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
@@ -89,7 +113,7 @@ def _parse(record: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
     try:
-        row = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except RecursionError as error:
@@ -121,9 +145,16 @@ def _refuse_constant(name: str) -> None:
     raise BadRow(f"not JSON: {name} is no JSON number")
 
 
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise BadRow(f"the number {number[:40]} is beyond any float")
+    return value
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadRow(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+        counts = Counter(key for key, _ in pairs)
+        raise BadRow(f"the key {next(key for key, count in counts.items() if count > 1)!r} occurs twice")
     return row

@@ -11,7 +11,7 @@ from typing import Any, Final
 from unison.config.schema import DataConfig
 from unison.core.errors import DataError
 from unison.data.arrow import batch_records, import_pyarrow, needed_columns
-from unison.data.jsonl import named_path, unreadable
+from unison.data.jsonl import check_regular, named_path, row_name, unreadable
 from unison.data.rows import BadRow, Keys, Place, RowList, collect_rows, key_map
 from unison.data.slices import ALL, Cut
 from unison.data.source import PromptSource, Split, refuse_settings
@@ -56,9 +56,10 @@ def find_files(name: str) -> tuple[Path, list[Path]]:
 def _records(base: Path, files: list[Path], keys: Keys) -> Iterator[tuple[Place, dict[str, Any] | BadRow]]:
     pyarrow = import_pyarrow()
     for path in files:
-        name = path.relative_to(base).as_posix()
+        name = row_name(path.relative_to(base))
         number = 0
         try:
+            check_regular(path)
             with pyarrow.parquet.ParquetFile(path) as file:
                 columns = needed_columns(file.schema_arrow, keys, str(path))
                 # A dot in a name would be taken for a step into a struct, so then everything is read.

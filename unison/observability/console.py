@@ -12,6 +12,7 @@ _RECENT_STEPS: Final = 10
 _COUNTERS: Final = (
     ("rollout/unscorable", "unscorable"),
     ("rollout/aborted", "aborted"),
+    ("rollout/failed", "failed"),
     ("data/skipped", "skipped"),
 )
 

@@ -97,6 +97,13 @@ _ROLLOUT: Final = (
         "see the run's messages for what ended them",
     ),
     _metric(
+        "rollout/failed",
+        "samples",
+        "Samples whose rollout function raised or ran past rollout.timeout_s; they are left out of their group.",
+        "0",
+        "see the run's messages and mend the rollout function",
+    ),
+    _metric(
         "rollout/samples",
         "samples",
         "Samples drawn in the step.",

@@ -6,6 +6,8 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TextIO
 
+from unison.core.describe import LAYOUT, printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -59,7 +61,8 @@ class Progress:
             self._phase = None
 
     def print(self, line: str) -> None:
-        """Print a line above the bar, or plainly where there is none."""
+        """Print a line above the bar, or plainly where there is none; no character of it commands the terminal."""
+        line = printable(line, keep=LAYOUT)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:

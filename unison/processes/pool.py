@@ -23,11 +23,12 @@ from typing import Final
 
 from unison.core.errors import WorkerError
 from unison.processes.process import GoneError, LateError, Launch, RefusedError, WorkerProcess
-from unison.processes.protocol import Answer, Call, FailureKind, Raised, Reply
+from unison.processes.protocol import MAX_CALL_BYTES, Answer, Call, FailureKind, Raised, Reply
 
 DEFAULT_START_TIMEOUT_S: Final = 120.0
 DEFAULT_MAX_WAIT_S: Final = 3600.0
 _NUM_LATER_STARTS: Final = 3
+_MAX_PAYLOAD_BYTES: Final = MAX_CALL_BYTES - (1 << 10)
 _NOTICE_SHARE: Final = 0.25
 """A call that has used this share of its time has a successor to its worker started, so that none is waited for."""
 
@@ -91,7 +92,10 @@ class WorkerPool:
         no worker can be started any more, or no worker was free within ``max_wait_s``.
         """
         job = _Job(payload, seed, timeout_s)
-        self._crew.put(job)
+        if len(payload) > _MAX_PAYLOAD_BYTES:
+            job.future.set_result(Failed("error", f"a call of {len(payload)} bytes; at most {_MAX_PAYLOAD_BYTES} go"))
+        else:
+            self._crew.put(job)
         return job.future
 
     async def call(self, payload: bytes, *, timeout_s: float, seed: int = 0) -> Outcome:

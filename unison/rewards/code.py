@@ -14,20 +14,28 @@ from __future__ import annotations
 import ast
 import json
 import re
+import resource
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from unison.config.names import did_you_mean
 from unison.core.errors import RewardError
-from unison.sandbox.base import PROGRAM, Sandbox, SandboxLimits, run_python
+from unison.sandbox.base import MAX_WALL_S, PROGRAM, Sandbox, SandboxLimits, run_python
 from unison.sandbox.find import require_sandbox
 
 FENCES: Final = ("required", "optional")
 MIB: Final = 1 << 20
 MAX_PROGRAM_BYTES: Final = 8 * MIB
+DEFAULT_WALL_S: Final = 5.0
+DEFAULT_TOTAL_S: Final = 8.0
+"""With the time a sandbox takes to end, within the deadline that a call has by default."""
+DEFAULT_MEMORY_MIB: Final = 512
+_END_S: Final = 1.0
 _DISK_BYTES: Final = 32 * MIB
 _FUNCTION_KEYS: Final = ("tests", "entry_point", "prefix")
 _CASE_KEYS: Final = ("input", "output")
@@ -36,44 +44,100 @@ _PYTHON: Final = ("python", "python3", "py")
 _DRIVER: Final = Path(__file__).with_name("code_driver.py")
 
 
-def code_tests(
-    text: str,
-    label: object,
-    *,
-    partial: bool = True,
-    fence: str = "required",
-    wall_s: float = 10.0,
-    memory_mib: int = 512,
-    output_mib: int = 4,
-    allow_unsandboxed: bool = False,
-) -> float:
-    """The share of a label's test cases that the response's program passes; without ``partial`` 1.0 for all, else 0.0.
+class CodeReward:
+    """The reward function ``code_tests``."""
 
-    The program is the last fenced block marked ``python``, ``python3`` or ``py``, else the last without a mark.
-    With ``fence = "required"`` a response without a closed block scores 0.0. With ``"optional"`` a block that is
-    open at the end counts (where a stop string cuts off its end), and a text without any fence is a program.
+    name: Final = "code_tests"
 
-    The label is one of
+    def check_options(
+        self,
+        *,
+        partial: bool = True,
+        fence: str = "required",
+        wall_s: float = DEFAULT_WALL_S,
+        total_s: float = DEFAULT_TOTAL_S,
+        memory_mib: int = DEFAULT_MEMORY_MIB,
+        output_mib: int = 4,
+        allow_unsandboxed: bool = False,
+    ) -> None:
+        """Raise, before a run starts, what each call would: RewardError for options, SandboxError without a sandbox."""
+        limits = _limits(fence, wall_s, total_s, memory_mib, output_mib)
+        _, own_limit = resource.getrlimit(resource.RLIMIT_AS)
+        if 0 <= own_limit < limits.memory_bytes:
+            raise RewardError(
+                f"the reward code_tests has memory_mib={memory_mib}, but its own process may use {own_limit // MIB} "
+                "MiB and can give a program no more; raise reward.memory_mb, or lower memory_mib"
+            )
+        _sandbox(allow_unsandboxed)
 
-    - a text of top-level ``assert`` statements, each a case, with whatever setup between them;
-    - ``{"tests": TEXT, "entry_point": NAME}`` with such a text, or one that defines ``check(candidate)``, which is one
-      case; optional ``"prefix"``, code put before the program (imports and helpers the prompt has shown);
-    - a list of ``{"input": TEXT, "output": TEXT}``: the program reads the input on stdin, must end with exit code 0,
-      and its stdout must equal the output but for whitespace at the ends of lines and empty lines at the end.
+    def most_seconds(
+        self, *, wall_s: float = DEFAULT_WALL_S, total_s: float = DEFAULT_TOTAL_S, **_: object
+    ) -> tuple[float, str]:
+        """The longest that a call takes, and the options that say so."""
+        return max(total_s, wall_s) + _END_S, f"total_s={total_s:g} and wall_s={wall_s:g}"
 
-    Tests call the program's functions from another process: arguments and results are plain values. Classes and
-    functions as arguments or results do not cross. Names of Python's builtins stay Python's, but for the entry point.
+    def __call__(
+        self,
+        text: str,
+        label: object,
+        *,
+        partial: bool = True,
+        fence: str = "required",
+        wall_s: float = DEFAULT_WALL_S,
+        total_s: float = DEFAULT_TOTAL_S,
+        memory_mib: int = DEFAULT_MEMORY_MIB,
+        output_mib: int = 4,
+        allow_unsandboxed: bool = False,
+    ) -> float:
+        """The share of a label's test cases that the response's program passes.
 
-    ``wall_s`` and ``memory_mib`` hold for all tests of a function, or for each input/output case. A program that
-    fails, hangs, is killed or cut off scores 0.0 for what it did not pass, and function tests that do not come to
-    their end pass none.
+        Without ``partial`` it is 1.0 for all of them, else 0.0.
 
-    Raises RewardError where label or options are unusable, and SandboxError where code cannot be isolated here and
-    ``allow_unsandboxed`` is not set: the sample is then unscorable.
-    """
+        The program is the last fenced block marked ``python``, ``python3`` or ``py``, else the last without a mark.
+        With ``fence = "required"`` a response without a closed block scores 0.0. With ``"optional"`` a block that is
+        open at the end counts (where a stop string cuts off its end), and a text without any fence is a program.
+
+        The label is one of
+
+        - a text of top-level ``assert`` statements, each a case, with whatever setup between them;
+        - ``{"tests": TEXT, "entry_point": NAME}`` with such a text, or one that defines ``check(candidate)``, which is
+          one case; optional ``"prefix"``, code put before the program (imports and helpers the prompt has shown);
+        - a list of ``{"input": TEXT, "output": TEXT}``: the program reads the input on stdin, must end with exit code
+          0, and its stdout must equal the output but for whitespace at the ends of lines and empty lines at the end.
+
+        Tests call the program's functions from another process: arguments and results are plain values. Classes and
+        functions as arguments or results do not cross. Names of Python's builtins stay Python's, but for the entry
+        point.
+
+        ``wall_s`` and ``memory_mib`` hold for all tests of a function, or for each input/output case; ``total_s`` for
+        all cases of a response together: those not run by then are not passed. A program that fails, hangs, is killed
+        or cut off scores 0.0 for what it did not pass, and function tests that do not come to their end pass none.
+
+        Raises RewardError where label or options are unusable, and SandboxError where code cannot be isolated here and
+        ``allow_unsandboxed`` is not set: the sample is then unscorable.
+        """
+        limits = _limits(fence, wall_s, total_s, memory_mib, output_mib)
+        tests, sandbox = _checked(label), _sandbox(allow_unsandboxed)
+        program = extract_program(text, fence=fence)
+        if program is None or len(program.encode("utf-8", "surrogatepass")) > MAX_PROGRAM_BYTES:
+            return 0.0
+        if isinstance(tests, dict):
+            share = _function_share(sandbox, program, tests, limits)
+        else:
+            share = _output_share(sandbox, program, tests, limits, total_s, stop_early=not partial)
+        return share if partial else float(share == 1.0)
+
+
+code_tests: Final = CodeReward()
+
+
+def _limits(fence: str, wall_s: float, total_s: float, memory_mib: int, output_mib: int) -> SandboxLimits:
+    """Raises RewardError or SandboxError for options that cannot be meant."""
     if fence not in FENCES:
         raise RewardError(f"fence is {fence!r}{did_you_mean(str(fence), FENCES)} (one of {', '.join(FENCES)})")
-    limits = SandboxLimits(
+    if isinstance(total_s, bool) or not isinstance(total_s, (int, float)) or not 0 < total_s <= MAX_WALL_S:
+        raise RewardError(f"total_s is {total_s!r}; it must be a number of seconds in (0, {MAX_WALL_S:.0f}]")
+    return SandboxLimits(
         wall_s=wall_s,
         cpu_s=max(1, round(wall_s)),
         memory_bytes=memory_mib * MIB,
@@ -82,15 +146,6 @@ def code_tests(
         output_bytes=output_mib * MIB,
         processes=16,
     )
-    tests, sandbox = _checked(label), _sandbox(allow_unsandboxed)
-    program = extract_program(text, fence=fence)
-    if program is None or len(program.encode("utf-8", "surrogatepass")) > MAX_PROGRAM_BYTES:
-        return 0.0
-    if isinstance(tests, dict):
-        share = _function_share(sandbox, program, tests, limits)
-    else:
-        share = _output_share(sandbox, program, tests, limits, stop_early=not partial)
-    return share if partial else float(share == 1.0)
 
 
 def extract_program(text: str, *, fence: str = "required") -> str | None:
@@ -159,10 +214,20 @@ def _function_share(sandbox: Sandbox, program: str, tests: Mapping[str, str], li
 
 
 def _output_share(
-    sandbox: Sandbox, program: str, cases: Sequence[Mapping[str, str]], limits: SandboxLimits, *, stop_early: bool
+    sandbox: Sandbox,
+    program: str,
+    cases: Sequence[Mapping[str, str]],
+    limits: SandboxLimits,
+    total_s: float,
+    *,
+    stop_early: bool,
 ) -> float:
-    passed = 0
+    passed, end_s = 0, time.monotonic() + total_s
     for case in cases:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            break
+        limits = replace(limits, wall_s=min(limits.wall_s, left_s))
         result = run_python(sandbox, program, stdin=case["input"].encode("utf-8", "surrogatepass"), limits=limits)
         if result.outcome == "ok" and same_output(result.stdout, case["output"]):
             passed += 1

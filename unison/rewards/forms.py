@@ -7,7 +7,8 @@
 
 A sample has ``text`` (the response), ``metadata["label"]`` and ``metadata["prompt"]``. None means "no opinion". Options
 come from the configuration as keyword arguments. An object that has ``check_options`` is called with them as it is
-loaded, and refuses by RewardError what could not work.
+loaded, and refuses by RewardError what could not work; one that has ``most_seconds`` tells by it how long a call may
+take and which options say so, which must lie within its deadline.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class FunctionGrader:
         check = getattr(function, "check_options", None)
         if callable(check):
             check(**self._options)
+        most = getattr(function, "most_seconds", None)
+        self.most_seconds: tuple[float, str] | None = most(**self._options) if callable(most) else None
+        """The longest that a call takes by itself, and what says so; None where nobody knows."""
 
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float | None]:
         if self.form == "batch":

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from unison.core.describe import describe, text_of
+from unison.core.describe import describe, printable, text_of
 from unison.core.errors import RewardError
 from unison.core.records import MAX_ABS_REWARD
 from unison.processes.protocol import FailureKind
@@ -32,7 +32,7 @@ Outcome = float | Failure | None
 
 
 def failure(reason: str, kind: FailureKind = "error") -> Failure:
-    return Failure(reason[:_MAX_REASON_CHARS], kind)
+    return Failure(printable(reason[:_MAX_REASON_CHARS]), kind)
 
 
 def outcomes(name: str, scores: Any, expected: int) -> list[Outcome]:

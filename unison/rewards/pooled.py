@@ -36,6 +36,14 @@ class PooledReward(WeightedReward):
             raise RewardError(_start_problem(str(error), config)) from error
         opened = msgspec.msgpack.decode(self._pool.description, type=Opened)
         self._timeouts_s = {part: timeouts_s.get(part, config.timeout_s) for part in opened.weights}
+        for part, (most_s, said_by) in opened.most_seconds.items():
+            if most_s > self._timeouts_s[part]:
+                self._pool.close()
+                raise RewardError(
+                    f"a call of the reward {part} may take {most_s:g} s ({said_by}), over its deadline of "
+                    f"{self._timeouts_s[part]:g} s, where it counts as failed and not as wrong; raise reward.timeout_s "
+                    "or lower these options"
+                )
         super().__init__(opened.weights, opened.forms, named=opened.named, on_timeout=config.on_timeout)
 
     def grade(self, units: Sequence[Unit], samples: Sequence[Sample]) -> list[list[Outcome] | Failure]:

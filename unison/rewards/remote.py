@@ -161,14 +161,18 @@ def _post(client: Any, settings: _Settings, body: object, num_scores: int) -> li
 def _try(client: Any, settings: _Settings, content: bytes, max_bytes: int) -> tuple[int, Mapping[str, str], str]:
     """Status, headers and text; status 0 where there was no connection. The text of a failure says what it was."""
     httpx = _httpx()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    end_s = time.monotonic() + settings.timeout_s
     try:
         with client.stream("POST", settings.url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 return response.status_code, response.headers, f"answered with status {response.status_code}"
             found = bytearray()
-            for piece in response.iter_bytes():
+            # Raw: a few kilobytes of a compressed answer could be gigabytes.
+            for piece in response.iter_raw():
                 found += piece
+                if time.monotonic() > end_s:
+                    raise ServerError(f"{settings.url} had not answered in full after {settings.timeout_s:g} s")
                 if len(found) > max_bytes:
                     raise ServerError(f"{settings.url} answered more than {max_bytes} bytes")
             return 200, response.headers, found.decode("utf-8", "replace")
@@ -181,7 +185,7 @@ def _try(client: Any, settings: _Settings, content: bytes, max_bytes: int) -> tu
 def _scores(url: str, text: str, is_list: bool, num_scores: int) -> list[float | None]:
     try:
         found = msgspec.json.decode(text, type=list[_Score]) if is_list else [msgspec.json.decode(text, type=_Score)]
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ServerError(f"{url} answered what is no score: {error}") from error
     if len(found) != num_scores:
         raise ServerError(f"{url} answered {len(found)} scores for {num_scores} samples")

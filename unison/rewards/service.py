@@ -28,6 +28,8 @@ class Opened(msgspec.Struct, frozen=True):
     weights: dict[str, float]
     forms: dict[str, Form]
     named: bool
+    most_seconds: dict[str, tuple[float, str]] = {}
+    """Of the parts that know: the longest that a call takes, and what says so."""
 
 
 class GradeCall(msgspec.Struct, frozen=True):
@@ -49,7 +51,9 @@ class RewardService:
 
     def __init__(self, parts: Parts) -> None:
         self._reward = open_reward(parts.specs, named=parts.named)
-        self.description = msgspec.msgpack.encode(Opened(self._reward.weights, self._reward.forms, self._reward.named))
+        most = {name: grader.most_seconds for name, (grader, _) in self._reward.parts.items() if grader.most_seconds}
+        opened = Opened(self._reward.weights, self._reward.forms, self._reward.named, most)
+        self.description = msgspec.msgpack.encode(opened)
 
     def __call__(self, payload: bytes) -> bytes:
         request = msgspec.msgpack.decode(payload, type=GradeCall)

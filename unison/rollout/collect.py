@@ -203,6 +203,18 @@ async def _by_function(
     return drawn
 
 
+def copy_of(sample: Sample) -> Sample:
+    """The sample with lists of its own, which what is appended to the other one does not reach."""
+    return replace(
+        sample,
+        token_ids=list(sample.token_ids),
+        provenance=list(sample.provenance),
+        logprobs=list(sample.logprobs),
+        weight_versions=list(sample.weight_versions),
+        turns=list(sample.turns),
+    )
+
+
 def _check_drawn(samples: Sequence[Sample], begun: Sample) -> None:
     if not samples:
         raise DataError(

@@ -22,6 +22,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/truncated_share": sum(sample.finish_reason == "length" for sample in samples) / max(len(samples), 1),
         "rollout/unscorable": float(statuses.count(SampleStatus.UNSCORABLE)),
         "rollout/aborted": float(statuses.count(SampleStatus.ABORTED)),
+        "rollout/failed": float(statuses.count(SampleStatus.FAILED)),
         "rollout/no_contrast_share": no_contrast_share(samples),
     }
     if rewards:

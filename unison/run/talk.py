@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from unison.assembly import Parts
-from unison.run.restore import Start, numerics_notes
+from unison.run.restore import Start, numerics_notes, parse_run_step
 from unison.run.wrap_up import numerics_of
 from unison.training.arithmetic import BatchArithmetic
 
@@ -37,7 +37,7 @@ def start_lines(
     state = start.state
     notes = [*start.notes, *numerics_notes(state.numerics, numerics_of(parts))]
     pending = f", with {len(start.pending)} samples of step {state.step + 1} drawn or begun" if start.pending else ""
-    whose = f"of the run that {parts.config.run.fork} names" if start.is_fork else "of this run"
+    whose = f"of {parse_run_step(parts.config.run.fork or '', 'run.fork')[0]}" if start.is_fork else "of this run"
     return [
         *(f"note: {note}" for note in notes),
         *changed,

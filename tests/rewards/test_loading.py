@@ -91,6 +91,19 @@ def test_exact_answer_needs_a_label() -> None:
         exact_answer("12", None)
 
 
+@pytest.mark.parametrize(
+    ("label", "told"),
+    [
+        ({"dataset": "chain_sum", "entry": {"answer": "4"}}, 'set reward.function = "reasoning_gym"'),
+        ({"answer": "4"}, "a dict as label; give a text or a number"),
+        (["4"], "a list as label"),
+    ],
+)
+def test_exact_answer_has_no_opinion_of_what_is_no_answer(label: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        exact_answer(str(label), label)
+
+
 def test_functions_of_the_users_own_get_their_options(user_module: str) -> None:
     samples = [finished("abc", label="abc"), finished("ab", label="abc")]
     scaled = load_reward(RewardConfig(function=f"{user_module}:length", options={"scale": 0.5}))

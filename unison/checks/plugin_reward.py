@@ -83,6 +83,7 @@ def _form_of(grader: Grader) -> str:
         "batch": ": (samples), once for all samples",
         "group": ": (group), once for each prompt's samples",
         "trl": ": TRL's, once for all samples",
+        "verl": ": verl's, once for each sample",
     }
     return calls.get(str(getattr(grader, "form", "")), "")
 

@@ -99,6 +99,8 @@ def guess_kind(found: object) -> Guess | None:
     required = [p for p in signature.parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
     if len(required) == 2:
         return Guess("reward", f"it takes ({names[0]}, {names[1]}), as (text, label)")
+    if len(required) == 4:
+        return Guess("rollout", "it takes four arguments, though `async` is missing before its def")
     return None
 
 

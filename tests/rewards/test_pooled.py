@@ -222,7 +222,7 @@ def test_a_narrow_function_of_verl_gets_what_it_names_and_its_options() -> None:
     samples = [finished("42", label="42"), finished("4", label="42")]
     score(samples, loaded)
     assert [sample.reward for sample in samples] == [1.0, 0.0]
-    with pytest.raises(RewardError, match="reward.options.method is missing"):
+    with pytest.raises(RewardError, match=r"reward\.options\.method is missing"):
         load("verl_narrow", isolation="none")
     with pytest.raises(RewardError, match=r"no option 'methd'; did you mean method\? \(it takes method\)"):
         load("verl_narrow", isolation="none", options={"methd": "strict"})

@@ -11,7 +11,6 @@ a hole of the kernel or of the judge's JSON reader.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import secrets
@@ -22,13 +21,16 @@ from typing import Any, Final
 
 from unison.config.names import did_you_mean
 from unison.core.errors import RewardError
-from unison.sandbox.base import PROGRAM, Sandbox, SandboxLimits, run_python
+from unison.rewards.code_driver import UnusableTests, cases_of
+from unison.rewards.options import check_choice, check_number, check_truth, checked_by
+from unison.sandbox.base import MAX_WALL_S, MIN_MEMORY_BYTES, PROGRAM, Sandbox, SandboxLimits, run_python
 from unison.sandbox.find import require_sandbox
 
 FENCES: Final = ("required", "optional")
 MIB: Final = 1 << 20
 MAX_PROGRAM_BYTES: Final = 8 * MIB
 _DISK_BYTES: Final = 32 * MIB
+_LEAST_WALL_S: Final = 0.001
 _FUNCTION_KEYS: Final = ("tests", "entry_point", "prefix")
 _CASE_KEYS: Final = ("input", "output")
 _OPENING: Final = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^`\n]*")
@@ -36,6 +38,23 @@ _PYTHON: Final = ("python", "python3", "py")
 _DRIVER: Final = Path(__file__).with_name("code_driver.py")
 
 
+def _check_options(
+    *,
+    partial: bool = True,
+    fence: str = "required",
+    wall_s: float = 10.0,
+    memory_mib: int = 512,
+    output_mib: int = 4,
+    allow_unsandboxed: bool = False,
+) -> None:
+    check_truth(partial=partial, allow_unsandboxed=allow_unsandboxed)
+    check_choice("fence", fence, FENCES)
+    check_number("wall_s", wall_s, _LEAST_WALL_S, MAX_WALL_S)
+    check_number("memory_mib", memory_mib, MIN_MEMORY_BYTES // MIB, MIB, whole=True)
+    check_number("output_mib", output_mib, 1, MIB, whole=True)
+
+
+@checked_by(_check_options)
 def code_tests(
     text: str,
     label: object,
@@ -71,8 +90,14 @@ def code_tests(
     Raises RewardError where label or options are unusable, and SandboxError where code cannot be isolated here and
     ``allow_unsandboxed`` is not set: the sample is then unscorable.
     """
-    if fence not in FENCES:
-        raise RewardError(f"fence is {fence!r}{did_you_mean(str(fence), FENCES)} (one of {', '.join(FENCES)})")
+    _check_options(
+        partial=partial,
+        fence=fence,
+        wall_s=wall_s,
+        memory_mib=memory_mib,
+        output_mib=output_mib,
+        allow_unsandboxed=allow_unsandboxed,
+    )
     limits = SandboxLimits(
         wall_s=wall_s,
         cpu_s=max(1, round(wall_s)),
@@ -197,9 +222,9 @@ def _checked_function(label: Mapping[Any, Any]) -> dict[str, str]:
     if name is not None and not name.isidentifier():
         raise RewardError(f"the label's entry_point is {name!r:.100}, which is no name of a function")
     try:
-        ast.parse(label["tests"])
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"the label's tests are no Python: {error}") from error
+        cases_of(label["tests"], name)
+    except UnusableTests as error:
+        raise RewardError(f"the label's tests are unusable: {error}") from error
     return dict(label)
 
 

@@ -1,4 +1,4 @@
-"""Runs tests of a function against a program. Lives inside a sandbox only, as a script; no module imports it.
+"""Runs tests of a function against a program. A script, run inside a sandbox only; outside, ``cases_of`` is used.
 
 Two processes. The judge reads the job (nonce, program, tests) from its stdin to the end, makes itself unreadable for
 others of its user, and starts the host. The host loads the program, which the judge never does, and answers calls.

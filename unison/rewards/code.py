@@ -11,17 +11,17 @@ a hole of the kernel or of the judge's JSON reader.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from unison.config.names import did_you_mean
 from unison.core.errors import RewardError
-from unison.rewards.code_driver import UnusableTests, cases_of
 from unison.rewards.options import check_choice, check_number, check_truth, checked_by
 from unison.sandbox.base import MAX_WALL_S, MIN_MEMORY_BYTES, PROGRAM, Sandbox, SandboxLimits, run_python
 from unison.sandbox.find import require_sandbox
@@ -110,6 +110,8 @@ def code_tests(
     tests, sandbox = _checked(label), _sandbox(allow_unsandboxed)
     program = extract_program(text, fence=fence)
     if program is None or len(program.encode("utf-8", "surrogatepass")) > MAX_PROGRAM_BYTES:
+        if isinstance(tests, dict):
+            _check_cases(tests["tests"], tests.get("entry_point"), limits, allow_unsandboxed)
         return 0.0
     if isinstance(tests, dict):
         share = _function_share(sandbox, program, tests, limits)
@@ -160,13 +162,20 @@ def _blocks(text: str) -> tuple[list[tuple[str, str]], bool]:
 
 
 def _function_share(sandbox: Sandbox, program: str, tests: Mapping[str, str], limits: SandboxLimits) -> float:
+    whole = tests.get("prefix", "") + "\n" + program
+    return _judged(sandbox, whole, tests["tests"], tests.get("entry_point"), limits)
+
+
+@lru_cache(maxsize=1024)
+def _check_cases(tests: str, entry_point: str | None, limits: SandboxLimits, allow_unsandboxed: bool) -> None:
+    """Raises RewardError where the tests hold no case: what the judge finds before it starts a program."""
+    _judged(_sandbox(allow_unsandboxed), None, tests, entry_point, limits)
+
+
+def _judged(sandbox: Sandbox, program: str | None, tests: str, entry_point: str | None, limits: SandboxLimits) -> float:
+    """The share of the cases that pass; without a program the tests are looked at, and none passes."""
     nonce = secrets.token_hex(32)
-    job = {
-        "nonce": nonce,
-        "program": tests.get("prefix", "") + "\n" + program,
-        "tests": tests["tests"],
-        "entry_point": tests.get("entry_point"),
-    }
+    job = {"nonce": nonce, "program": program, "tests": tests, "entry_point": entry_point}
     result = sandbox.run(
         [*sandbox.python, PROGRAM],
         files={PROGRAM: _DRIVER.read_bytes()},
@@ -222,9 +231,9 @@ def _checked_function(label: Mapping[Any, Any]) -> dict[str, str]:
     if name is not None and not name.isidentifier():
         raise RewardError(f"the label's entry_point is {name!r:.100}, which is no name of a function")
     try:
-        cases_of(label["tests"], name)
-    except UnusableTests as error:
-        raise RewardError(f"the label's tests are unusable: {error}") from error
+        ast.parse(label["tests"])
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(f"the label's tests are unusable: they are no Python: {error}") from error
     return dict(label)
 
 

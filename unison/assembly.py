@@ -148,7 +148,7 @@ def check_plan(config: TrainConfig) -> None:
     load_rollout(config.rollout.function, config.rollout.timeout_s)
     Hooks(config.run.hooks)
     load_reward(config.reward, label_column=config.data.label_key).close()
-    parts = [part_config(config.data, part) for part in config.data.mix.values()] or [config.data]
+    parts = [part_config(config.data, name, part) for name, part in config.data.mix.items()] or [config.data]
     for part in parts if config.trainer.steps else ():
         load_source(part, "train", config.run.seed)
 

@@ -124,7 +124,10 @@ BAD = [
     ("reward", "def bad(text, label): return float(int(text.strip()[:9] or 0))", "it raised ValueError"),
     ("reward", "def bad(samples): return [1.0] * (len(samples) - 1)", "returned 0 scores for 1 samples"),
     ("reward", "def bad(samples): return 1.0", "it returned a float"),
-    ("reward", "import random\ndef bad(text, label): return random.random()", "the same samples were scored"),
+    ("reward", "import os\ndef bad(text, label): return os.urandom(8)[0] / 256", "the same samples were scored"),
+    ("reward", "n = []\ndef bad(text, label): n.append(0); return len(n)", "the same samples were scored"),
+    ("reward", "def bad(text, label): float(text == label)", "returns None for everything: does it forget to return?"),
+    ("rollout", "def bad(client, task, sampling, sample): pass", "is no async function"),
     (
         "reward",
         "def bad(samples):\n  for s in samples: s.text = ''\n  return [0.0 for s in samples]",
@@ -244,11 +247,28 @@ def test_a_rollout_function_that_breaks_the_tokens_is_found_out(
         ("def good(samples, *, most=3): return [None if not s.text else 1 for s in samples]", "once for all samples"),
         ("def good(group): return [float(len(s.text)) for s in group]", "once for each prompt's samples"),
         ("def good(prompts, completions, **kwargs): return [float(len(text)) for text in completions]", "TRL's"),
+        (
+            "def good(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+            "  return {'score': float(solution_str == ground_truth)}",
+            "verl's, once for each sample",
+        ),
     ],
 )
 def test_every_form_of_a_reward_passes(code: str, form: str, module: Write) -> None:
     passed, said = checked(f"{module(code)}:good")
     assert passed and form in said
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "numpy.random.rand()"])
+def test_random_numbers_that_are_seeded_for_each_call_are_noted(draw: str, module: Write) -> None:
+    name = module(f"import random, numpy\ndef good(text, label): return float({draw})")
+    passed, said = checked(f"{name}:good")
+    assert passed and "note     it draws from random or numpy.random, which are seeded for each call" in said
+
+
+def test_a_rollout_function_without_async_is_told_so(module: Write) -> None:
+    passed, said = checked(f"{module('def bad(client, task, sampling, sample): return None')}:bad")
+    assert not passed and "checked as a rollout" in said and "`async` is missing" in said
 
 
 def test_options_are_given_and_unknown_ones_are_a_problem(module: Write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,39 @@ def test_a_file_of_bad_rows_alone_is_an_error_even_when_skipping(tmp_path: Path)
 def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent"):
         read_jsonl(tmp_path / "absent.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"is a folder, and data\.source is jsonl: name a file"):
         read_jsonl(tmp_path)
+    path = write(tmp_path, "{}")
+    with pytest.raises(DataError, match=f"name one of its files, like {path}"):
+        read_jsonl(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("a.parquet", b"PAR1\x15\x04", 'a.parquet looks like Parquet: set data.source = "parquet"'),
+        ("a.jsonl", b"PAR1\x15\x04", 'a.jsonl looks like Parquet: set data.source = "parquet"'),
+        ("a.jsonl", gzip.compress(b'{"prompt":"a","label":"1"}'), "looks like gzip: give it a name that ends in .gz"),
+        ("f/state.json", b"{}", 'f looks like a data set that was saved: set data.source = "datasets"'),
+        ("f/dataset_info.json", b"{}", 'set data.source = "datasets"'),
+        ("f/dataset_dict.json", b"{}", 'set data.source = "datasets"'),
+        ("f/train/0.parquet", b"PAR1", 'f is a folder with Parquet files: set data.source = "parquet"'),
+    ],
+)
+def test_what_is_no_jsonl_is_told_with_its_source(tmp_path: Path, name: str, data: bytes, told: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=told):
+        load_source(DataConfig(train=str(tmp_path / name.split("/")[0])), "train", 0)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \n", ""])
+def test_the_column_of_a_cut_line_is_the_one_after_its_end(tmp_path: Path, end: str) -> None:
+    line = '{"prompt":"é","label":"1"'
+    with pytest.raises(DataError) as told:
+        read_jsonl(write(tmp_path, f"{line}{end}"))
+    assert f"not JSON: Expecting ',' delimiter at column {len(line) + 1}\n" in str(told.value)
 
 
 def test_a_source_is_opened_as_configured(tmp_path: Path) -> None:

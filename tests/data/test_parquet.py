@@ -33,6 +33,18 @@ def read(name: object, **settings: Any) -> list[PromptRow]:
     return [source[i] for i in range(len(source))]
 
 
+def test_a_file_of_another_layout_is_told(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "data_source": "x", "reward_model": {"style": "rule", "ground_truth": "1"}}] * 3
+    path = write(tmp_path / "a.parquet", rows)
+    with pytest.raises(DataError) as told:
+        read(path)
+    assert str(told.value).count('set data.layout = "verl"') == 1
+    assert [row.label for row in read(path, layout="verl")] == ["1"] * 3
+    path = write(tmp_path / "b.parquet", [{"input": "a", "metadata": {"b": 1}}])
+    with pytest.raises(DataError, match=r"no column 'prompt'.*They look like rows of slime: set data\.layout"):
+        read(path)
+
+
 def test_a_file_of_many_row_groups_is_read_in_order(tmp_path: Path) -> None:
     found = read(write(tmp_path / "a.parquet", numbered(0, 700), row_group_size=13))
     assert [(row.row_id, row.prompt, row.label) for row in found] == [

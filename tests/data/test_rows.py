@@ -52,6 +52,22 @@ def test_slimes_layout_has_its_names_and_no_label(tmp_path: Path) -> None:
         rows(tmp_path, [{"input": "a", "tools": [{"name": "f"}]}], layout="slime")
 
 
+def test_rows_of_another_layout_are_told_once(tmp_path: Path) -> None:
+    for settings in ({}, {"on_bad_row": "skip"}):
+        with pytest.raises(DataError) as told:
+            rows(tmp_path, [VERL] * 3, **settings)
+        assert str(told.value).count('They look like rows of verl: set data.layout = "verl".') == 1
+        assert "Mend them" not in str(told.value)
+    with pytest.raises(DataError) as told:
+        rows(tmp_path, [{"input": "a", "label": "1", "metadata": {}}] * 2)
+    assert str(told.value).count('rows of slime: set data.layout = "slime" and data.label_key = "label".') == 1
+    for record in ({"input": "a", "output": "b"}, {"question": "a", "label": "b"}):
+        with pytest.raises(DataError, match="Mend them"):
+            rows(tmp_path, [record])
+    with pytest.raises(DataError, match="Mend them"):
+        rows(tmp_path, [{**VERL, "reward_model": {}}], layout="verl")
+
+
 def test_a_key_given_takes_the_place_of_the_layouts(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, [{**VERL, "answer": 5}], layout="verl", label_key="answer", metadata_key="extra_info")
     assert (row.label, row.metadata) == (5, {"split": "train", "index": 7})

@@ -106,7 +106,10 @@ def test_a_mixture_names_its_parts_in_rows_notes_and_errors(tmp_path: Path, filt
     assert "skipped: own/a.jsonl:2" in prompts.notes
     for part, told in (
         (MixConfig(source="sums", options={"shotz": 1}), r"data\.mix\.bad: data\.options\.shotz is unknown"),
-        (MixConfig(), r"data\.mix\.bad: data\.train is not set"),
+        (MixConfig(), r"data\.mix\.bad: data\.mix\.bad\.train is not set"),
+        (MixConfig(train=path, prompt_key="q"), r"data\.mix\.bad\.prompt_key names it, and the row has prompt"),
+        (MixConfig(train=path, label_key="q"), r"data\.mix\.bad\.label_key names it, and the row has"),
+        (MixConfig(train=path, options={"a": 1}), r"data\.mix\.bad\.options=.* with data\.mix\.bad\.source='jsonl'"),
         (MixConfig(train=path, filter=f"{filters}:nothing"), r"data\.mix\.bad: data\.filter"),
     ):
         with pytest.raises((ConfigError, DataError), match=told):

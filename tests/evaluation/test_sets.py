@@ -371,3 +371,13 @@ def test_a_damaged_evaluation_is_an_error_that_names_the_file(tmp_path: Path, da
     evaluation_path(tmp_path, 3).write_bytes(damage)
     with pytest.raises(EvaluationError, match=r"step-000003\.json"):
         read_evaluation(tmp_path, 3)
+
+
+def test_a_missing_key_of_a_set_is_named_as_the_sets_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "label": "1"}\n')
+    with pytest.raises(DataError, match=r"; eval\.sets\.hard\.prompt_key names it, and the row has question, label"):
+        EvaluationSets.build(make_config({"hard": {"path": str(path)}}), tokenizer)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r'set eval\.sets\.hard\.source = "parquet"'):
+        EvaluationSets.build(make_config({"hard": {"path": str(path)}}), tokenizer)

@@ -91,4 +91,17 @@ def trl_narrow(completions: list[Any]) -> list[float]:
     return [float(completion == [{"role": "assistant", "content": "a"}]) for completion in completions]
 
 
+def verl(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+    """As in verl's documentation; the score tells what was passed."""
+    if solution_str == "dict":
+        return {"score": kwargs.get("most", 1.0), "acc": True}
+    if solution_str == "no score":
+        return {"reward": 1.0}
+    return float((data_source, ground_truth, extra_info) == ("gsm8k", "42", {"index": 7}))
+
+
+def verl_narrow(solution_str: str, ground_truth: str, method: str) -> float:
+    return float(solution_str == ground_truth and method == "strict")
+
+
 both = combine({"length": (by_text, 0.5), "rank": (rank, 2.0)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from unison.core.errors import RewardError
@@ -87,9 +89,10 @@ def test_a_prompt_may_have_opened_the_first_tag_and_tags_may_be_others() -> None
     assert format_tags("add</think><answer>12</answer>", None, opened=True) == 1.0
     assert format_tags("<think>add</think><answer>12</answer>", None, opened=True) == 0.0
     assert format_tags("<plan>x</plan>", None, tags=["plan"]) == 1.0
+    assert format_tags("<plan>x</plan><do>y</do>", None, tags="plan, do") == 1.0
 
 
-@pytest.mark.parametrize("tags", ["think", [], ["a", "a"], ["a b"], [1], ["a>"]])
-def test_tags_that_are_no_names_are_refused(tags: list[str]) -> None:
+@pytest.mark.parametrize("tags", [[], ["a", "a"], ["a b"], [1], ["a>"], "think,", "a b", 5])
+def test_tags_that_are_no_names_are_refused(tags: Any) -> None:
     with pytest.raises(RewardError):
         format_tags("x", None, tags=tags)

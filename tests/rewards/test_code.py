@@ -187,10 +187,16 @@ def test_an_unusable_label_is_no_fault_of_the_program(label: Any, why: str) -> N
         code_tests(fenced(ADD), label)
 
 
+@pytest.mark.parametrize("label", ["x = 1", "assert (", "42", {"tests": "def check(candidate): assert candidate()"}])
+def test_an_unusable_label_is_told_where_the_response_has_no_code(label: Any) -> None:
+    with pytest.raises(RewardError, match="the label's tests are unusable"):
+        code_tests("I do not know.", label)
+
+
 def test_unusable_options_are_refused() -> None:
     with pytest.raises(RewardError, match="did you mean optional"):
         code_tests(ADD, ASSERTS, fence="optionel")
-    with pytest.raises(SandboxError, match="wall_s"):
+    with pytest.raises(RewardError, match="wall_s"):
         code_tests(ADD, ASSERTS, wall_s=0)
 
 

@@ -91,6 +91,19 @@ def test_exact_answer_needs_a_label() -> None:
         exact_answer("12", None)
 
 
+@pytest.mark.parametrize(
+    ("label", "told"),
+    [
+        ({"dataset": "chain_sum", "entry": {"answer": "4"}}, 'set reward.function = "reasoning_gym"'),
+        ({"answer": "4"}, "a dict as label; give a text or a number"),
+        (["4"], "a list as label"),
+    ],
+)
+def test_exact_answer_has_no_opinion_of_what_is_no_answer(label: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        exact_answer(str(label), label)
+
+
 def test_functions_of_the_users_own_get_their_options(user_module: str) -> None:
     samples = [finished("abc", label="abc"), finished("ab", label="abc")]
     scaled = load_reward(RewardConfig(function=f"{user_module}:length", options={"scale": 0.5}))
@@ -122,6 +135,56 @@ def test_a_function_that_cannot_be_called_as_configured_is_refused(
     for isolation in ("process", "none"):
         with pytest.raises(RewardError, match=told):
             load_reward(RewardConfig(function=f"{user_module}:{function}", options=options, isolation=isolation))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "told"),
+    [
+        ("math_answer", {"fallback": "nmber"}, "fallback = 'nmber' is unknown; did you mean number"),
+        ("math_answer", {"relative_tolerance": 1}, "less than 1"),
+        ("math_answer", {"relative_tolerance": "0.1"}, "must be a number"),
+        ("exact_match", {"source": "boxed"}, "did you mean box"),
+        ("exact_match", {"case": 0}, "case = 0; it must be true or false"),
+        ("f1", {"tag": "<answer>"}, "no name of a tag"),
+        ("reasoning_gym", {"source": "tags"}, "did you mean tag"),
+        ("multiple_choice", {"num_options": 1}, "from 2 to 26"),
+        ("format_tags", {"tags": "think,think"}, "different names"),
+        ("format_tags", {"opened": "yes"}, "true or false"),
+        ("code_tests", {"fence": "optionel"}, "did you mean optional"),
+        ("code_tests", {"wall_s": 0}, "wall_s = 0"),
+        ("code_tests", {"memory_mib": 1}, "at least 32"),
+        ("code_tests", {"output_mib": 1.5}, "must be an integer"),
+        ("code_tests", {"partial": 1}, "partial = 1; it must be true or false"),
+        ("json_schema", {"schema": "{"}, "schema that is no JSON"),
+        ("json_schema", {"schema": '{"type": "objekt"}'}, "schema that cannot be used at"),
+        ("http", {"url": 5}, "must be a text"),
+        ("http", {"url": "http://a", "batch": 1}, "true or false"),
+    ],
+)
+def test_wrong_values_of_a_graders_options_are_refused_as_it_is_loaded(
+    function: str, options: dict[str, int | float | str | bool], told: str
+) -> None:
+    with pytest.raises(RewardError, match=told) as refused:
+        load_reward(RewardConfig(function=function, options=options, isolation="none"))
+    assert str(refused.value).startswith("reward.options: ")
+    part = RewardPartConfig(function=function, options=options)
+    with pytest.raises(RewardError, match=r"^reward\.parts\.one\.options: "):
+        load_reward(RewardConfig(parts={"one": part}, isolation="none"))
+
+
+def test_the_options_of_the_documents_are_taken() -> None:
+    for function, options in {
+        "math_answer": {"fallback": "number", "relative_tolerance": 0},
+        "format_tags": {"tags": "think,answer", "opened": True},
+        "code_tests": {"wall_s": 5, "memory_mib": 512, "partial": False},
+        "json_schema": {"schema": '{"type": "object"}'},
+    }.items():
+        load_reward(RewardConfig(function=function, options=options, isolation="none"))
+
+
+def test_a_wrong_option_is_told_by_a_process_of_its_own_as_well() -> None:
+    with pytest.raises(RewardError, match="did you mean number"):
+        load_reward(RewardConfig(function="math_answer", options={"fallback": "nmber"}))
 
 
 def test_an_import_that_fails_names_module_and_cause(user_module: str) -> None:

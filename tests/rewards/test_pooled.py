@@ -195,6 +195,49 @@ def test_a_narrow_function_of_trl_gets_what_it_names_and_messages_for_a_conversa
         load("trl", isolation="none", options={"completions": 1})
 
 
+def test_trl_columns_that_are_not_there_are_told_with_those_that_are() -> None:
+    sample = finished("a", label="a")
+    sample.metadata = {"label": "a", "answr": "a", "level": 3, "prompt": "x"}
+    for column in (None, ""):
+        loaded = load_reward(RewardConfig(function=f"{HERE}:trl", isolation="none"), label_column=column)
+        (failure,) = score([sample], loaded).failures
+        assert "takes 'answer', and the rows have no such column; did you mean answr?" in failure.reason
+        assert "(they have label, answr, level)" in failure.reason
+        sample.status = SampleStatus.COMPLETED
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_functions_of_verl_are_called_as_verl_calls_them(isolation: Any) -> None:
+    loaded = load("verl", isolation=isolation, options={"most": 0.5})
+    samples = [finished(text, label="42") for text in ("a", "b", "dict", "no score")]
+    samples[0].metadata |= {"data_source": "gsm8k", "extra_info": {"index": 7}}
+    report = score(samples, loaded)
+    loaded.close()
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 0.5, None]
+    assert "a dict without 'score' (it has reward)" in report.failures[0].reason
+
+
+def test_a_narrow_function_of_verl_gets_what_it_names_and_its_options() -> None:
+    loaded = load("verl_narrow", isolation="none", options={"method": "strict"})
+    samples = [finished("42", label="42"), finished("4", label="42")]
+    score(samples, loaded)
+    assert [sample.reward for sample in samples] == [1.0, 0.0]
+    with pytest.raises(RewardError, match=r"reward\.options\.method is missing"):
+        load("verl_narrow", isolation="none")
+    with pytest.raises(RewardError, match=r"no option 'methd'; did you mean method\? \(it takes method\)"):
+        load("verl_narrow", isolation="none", options={"methd": "strict"})
+    with pytest.raises(RewardError, match="'ground_truth' with each call"):
+        load("verl_narrow", isolation="none", options={"ground_truth": "1"})
+
+
+def test_an_option_that_is_missing_is_told_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"^reward.options.url is missing"):
+        load_reward(RewardConfig(function="http", isolation="none"))
+    parts = {"judge": RewardPartConfig(function="http")}
+    with pytest.raises(RewardError, match=r"reward.parts.judge.options.url is missing"):
+        load_reward(RewardConfig(parts=parts))
+
+
 def test_user_code_is_imported_in_the_workers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_in_workers.py").write_text("def f(text, label): return 1.0\n")
     monkeypatch.chdir(tmp_path)

@@ -77,3 +77,16 @@ def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError):
         json_schema("{}", {"$id": "http://127.0.0.1:9/a", "$ref": "#/b"})
     assert json_schema("{}", {"$schema": "http://127.0.0.1:9/draft", "type": "object"}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "objekt", "properties": {f"key number {i}": {"minimum": i} for i in range(99)}}, {"$ref": "#/a b"}],
+)
+def test_what_is_wrong_with_a_schema_is_one_line_of_whole_words(schema: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="cannot be used") as refused:
+        json_schema("{}", schema)
+    told = str(refused.value)
+    assert "\n" not in told and len(told) < 300
+    if "type" in schema:
+        assert "at $.type: 'objekt' is not valid under any of the given schemas" in told

@@ -88,6 +88,8 @@ def guess_kind(found: object) -> Guess | None:
         return Guess("filter", f"it takes a {first}")
     if first == "group" and any(word in getattr(found, "__name__", "") for word in ("filter", "keep")):
         return Guess("filter", "it takes a group and is called a filter")
+    if {"solution_str", "ground_truth"} <= set(names):
+        return Guess("reward", "it takes solution_str and ground_truth, as verl's")
     if first in ("samples", "group") or "completions" in names:
         return Guess("reward", f"it takes {'completions' if 'completions' in names else first}")
     if first == "run" and len(names) == 1:
@@ -97,6 +99,8 @@ def guess_kind(found: object) -> Guess | None:
     required = [p for p in signature.parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
     if len(required) == 2:
         return Guess("reward", f"it takes ({names[0]}, {names[1]}), as (text, label)")
+    if len(required) == 4:
+        return Guess("rollout", "it takes four arguments, though `async` is missing before its def")
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from unison.rewards.base import FunctionGrader, as_grader
 SLOW_S: Final = 1.0
 LONG_CHARS: Final = 100_000
 DEADLINE_S: Final = 120.0
+_SEED: Final = 20_260_101
 _LOADER: Final = """
 import sys
 from unison.config.plugins import load_object
@@ -83,6 +85,7 @@ def _form_of(grader: Grader) -> str:
         "batch": ": (samples), once for all samples",
         "group": ": (group), once for each prompt's samples",
         "trl": ": TRL's, once for all samples",
+        "verl": ": verl's, once for each sample",
     }
     return calls.get(str(getattr(grader, "form", "")), "")
 
@@ -101,6 +104,7 @@ def _check_other_process(report: Report, path: str) -> None:
 
 
 def _check_texts(report: Report, grader: Grader) -> None:
+    opinions: list[bool] = []
     for name, text in TEXTS.items():
         samples = made_up_samples(texts={name: text})
         called = call(grader, samples)
@@ -111,11 +115,17 @@ def _check_texts(report: Report, grader: Grader) -> None:
             )
         elif _check_scores(report, name, called, samples):
             report.ok(f"{name}: scored {_shown(called.value[0])} in {1000 * called.seconds:.1f} ms")
+            opinions.append(called.value[0] is not None)
         if called.seconds > SLOW_S:
             report.problem(
                 f"{name}: it took {called.seconds:.1f} s for one sample",
                 "make it cheaper, or raise reward.timeout_s and reward.workers with this in mind",
             )
+    if opinions and not any(opinions):
+        report.problem(
+            "it returns None for everything: does it forget to return?",
+            "return a number; None is no opinion, and a sample that none has an opinion on is unscorable",
+        )
 
 
 def _check_scores(report: Report, name: str, called: Called, samples: Sequence[Sample]) -> bool:
@@ -159,18 +169,39 @@ def _check_repetition(report: Report, grader: Grader) -> None:
         return
     if not _check_scores(report, "several samples at once", first, samples):
         return
-    report.expect(
-        list(first.value) == list(second.value),
-        "the same samples are scored the same twice",
-        f"the same samples were scored {_shown(list(first.value))}, then {_shown(list(second.value))}",
-        "draw no random numbers, or seed them from the sample; a run that is resumed would differ",
-    )
+    if list(first.value) != list(second.value) and _same_when_seeded(grader, samples):
+        report.note(
+            "it draws from random or numpy.random, which are seeded for each call where rewards run in processes of "
+            'their own: a resumed run draws the same again; with reward.isolation = "none" it would not'
+        )
+    else:
+        report.expect(
+            list(first.value) == list(second.value),
+            "the same samples are scored the same twice",
+            f"the same samples were scored {_shown(list(first.value))}, then {_shown(list(second.value))}",
+            "keep nothing between calls, and draw from random or numpy.random, which are seeded for each call; a run "
+            "that is resumed would differ",
+        )
     report.expect(
         repr(samples) == repr(before),
         "it leaves the samples as they were",
         "it changed the samples it was given",
         "only read from them, and copy what is to be changed",
     )
+
+
+def _same_when_seeded(grader: Grader, samples: Sequence[Sample]) -> bool:
+    """Whether the scores repeat where ``random`` and ``numpy.random`` are seeded before each call, as workers do."""
+    scores: list[Any] = []
+    state = random.getstate()
+    for _ in range(2):
+        random.seed(_SEED)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(_SEED)
+        called = call(grader, samples)
+        scores.append(called.error or list(called.value))
+    random.setstate(state)
+    return bool(scores[0] == scores[1])
 
 
 def _shown(value: object) -> str:

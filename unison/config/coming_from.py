@@ -19,7 +19,8 @@ Of parts that are not here (critics, reward models, sharding, servers) the table
 """
 
 _HEADINGS: Final = {
-    "verl": '## verl\n\nIts data files are read as they are with `data.layout = "verl"`.',
+    "verl": '## verl\n\nIts data files, which are Parquet, are read as they are with `data.source = "parquet"` and'
+    '\n`data.layout = "verl"`.',
     "slime": "## slime\n\nWith flags of Megatron (`--lr`) and SGLang (`--sglang-...`). Its data files are read as they "
     'are with\n`data.layout = "slime"`.',
     "TRL": "## TRL\n\nFields of `GRPOConfig`, of transformers' training arguments under it, and of TRL's scripts.",

@@ -133,8 +133,8 @@ _VERL: Final[Entries] = {
     "data.seed": ("run.seed", ""),
     "reward_model.enable": ("", "there are no reward models yet; use reward.function"),
     "reward_model.reward_manager": ("reward.function", ""),
-    "custom_reward_function.path": ("reward.function", "as module:function"),
-    "custom_reward_function.name": ("reward.function", "as module:function"),
+    "custom_reward_function.path": ("reward.function", "as module:function; one of verl's signature works as it is"),
+    "custom_reward_function.name": ("reward.function", "as module:function; one of verl's signature works as it is"),
     "algorithm.adv_estimator": ("algorithm.name", ""),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.normalize_std", ""),
     "algorithm.use_kl_in_reward": ("algorithm.kl_coef", "in the loss, never in the reward"),
@@ -339,7 +339,10 @@ _TRL: Final[Entries] = {
     "save_total_limit": ("checkpoint.keep_last", ""),
     "metric_for_best_model": ("checkpoint.best_metric", ""),
     "resume_from_checkpoint": ("run.fork", "of another run; a run's own folder is gone on in by itself"),
-    "push_to_hub": ("", "no model hub is asked; log.export writes the model into the run folder"),
+    "push_to_hub": (
+        "",
+        "nothing is pushed to a hub, from which models may be fetched; log.export writes the model into the run folder",
+    ),
 }
 
 COMMON: Final[Mapping[str, tuple[str, ...]]] = {

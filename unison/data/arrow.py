@@ -16,7 +16,7 @@ from typing import Any
 
 from unison.config.names import did_you_mean
 from unison.core.errors import ConfigError, DataError
-from unison.data.rows import BadRow, Keys
+from unison.data.rows import BadRow, Keys, other_layout
 
 
 def import_pyarrow() -> Any:
@@ -37,8 +37,10 @@ def needed_columns(schema: Any, keys: Keys, where: str) -> list[str]:
     names = list(schema.names)
     prompt = _column_of(keys.prompt, names)
     if prompt is None:
-        hint = did_you_mean(keys.prompt, names) or f"; data.prompt_key names it, and there are {', '.join(names[:8])}"
-        raise DataError(f"{where}: no prompt: there is no column {keys.prompt!r}{hint}")
+        there = f"; {keys.section}.prompt_key names it, and there are {', '.join(names[:8])}"
+        hint = did_you_mean(keys.prompt, names) or there
+        layout = other_layout(names, keys)
+        raise DataError(f"{where}: no prompt: there is no column {keys.prompt!r}{hint}{f'. {layout}' * bool(layout)}")
     wanted = {_column_of(key, names) for key in (keys.prompt, keys.label, keys.metadata, keys.tools) if key}
     needed = names if keys.metadata is None else [name for name in names if name in wanted]
     for name in needed:
@@ -46,7 +48,7 @@ def needed_columns(schema: Any, keys: Keys, where: str) -> list[str]:
         if problem:
             raise DataError(
                 f"{where}: the column {name!r} holds {problem}, which has no JSON form; take it out of the file, or "
-                "set data.metadata_key so that it is not read"
+                f"set {keys.section}.metadata_key so that it is not read"
             )
     return needed
 

@@ -16,7 +16,9 @@ from typing import IO, Any, Final, cast
 from unison.config.schema import DataConfig
 from unison.core.errors import ConfigError, DataError
 from unison.data.rows import BadRow, Keys, Place, RowList, collect_rows, key_map
+from unison.data.sections import section_of
 from unison.data.slices import ALL, Cut, split_slice
+from unison.data.sniff import other_kind
 from unison.data.source import PromptSource, Split, refuse_settings
 
 _BOM: Final = b"\xef\xbb\xbf"
@@ -36,6 +38,9 @@ def read_jsonl(path: Path, keys: Keys = _DEFAULT_KEYS, *, cut: Cut = ALL, on_bad
     Raises DataError where the file cannot be read, holds no usable row, or (unless bad rows are to
     be skipped) holds a bad one.
     """
+    kind = other_kind(path, keys.section)
+    if kind is not None:
+        raise DataError(f"{path} {kind}")
     return collect_rows(_records(path), keys, cut=cut, on_bad_row=on_bad_row, where=str(path))
 
 
@@ -49,11 +54,11 @@ def open_jsonl(config: DataConfig, split: Split, seed: int) -> PromptSource:
 def named_path(config: DataConfig, split: Split) -> tuple[str, Cut]:
     """What ``data.train`` or ``data.eval`` names, and the slice of it. Raises ConfigError where it names nothing."""
     name = config.train if split == "train" else config.eval
+    section = section_of(config)
+    key = f"{section}.path" if section.startswith("eval.") else f"{section}.{split}"
     if name is None:
-        raise ConfigError(
-            f"data.{split} is not set; give the {split} data of the {config.source} source as data.{split}"
-        )
-    return split_slice(name, f"data.{split}")
+        raise ConfigError(f"{key} is not set; give the {split} data of the {config.source} source as {key}")
+    return split_slice(name, key)
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
@@ -109,13 +114,14 @@ def _open(path: Path) -> IO[bytes]:
 
 def _parse(record: bytes) -> dict[str, Any]:
     try:
-        text = record.decode("utf-8")
+        # Without the line's end: where an object is cut off, JSON's reader would tell the place after it.
+        text = record.decode("utf-8").rstrip(" \t\r\n")
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
     try:
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+        raise BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}") from error
     except RecursionError as error:
         raise BadRow("not usable JSON: nested too deep") from error
     except ValueError as error:

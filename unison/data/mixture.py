@@ -17,6 +17,7 @@ from unison.config.schema import DataConfig, MixConfig
 from unison.core.errors import DataError
 from unison.core.seeds import derive_seed
 from unison.data.cursor import PromptCursor, check_identity, permutation
+from unison.data.sections import SectionConfig
 from unison.data.source import PromptRow, PromptSource, identity_of
 
 PART_KEY: Final = "mix_part"
@@ -42,9 +43,10 @@ class PartSource:
         return PromptRow(f"{self._name}/{row.row_id}", row.prompt, row.label, {**row.metadata, PART_KEY: self._name})
 
 
-def part_config(config: DataConfig, part: MixConfig) -> DataConfig:
+def part_config(config: DataConfig, name: str, part: MixConfig) -> DataConfig:
     """The part as a data section of its own; what a part cannot say is the mixture's."""
-    return DataConfig(
+    return SectionConfig(
+        section=f"data.mix.{name}",
         source=part.source,
         train=part.train,
         layout=part.layout,

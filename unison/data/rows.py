@@ -9,6 +9,7 @@ from typing import Any, Final
 from unison.config.names import did_you_mean
 from unison.config.schema import DataConfig, Layout
 from unison.core.errors import DataError
+from unison.data.sections import section_of
 from unison.data.slices import ALL, Cut, take
 from unison.data.source import PromptRow
 
@@ -21,10 +22,15 @@ class BadRow(Exception):
     """What is wrong with one row."""
 
 
+class _MissingKey(BadRow):
+    """A row without its prompt or label: perhaps one of another layout."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
     """Where a record's parts are. Dots go into nested objects, but a key that is there as written comes first.
 
+    ``layout`` and ``section`` are what the keys come from, for errors.
     ``metadata`` None: every key that is not mapped. Otherwise the entries of that object alone; a
     record may lack it where ``metadata_required`` is false. ``tools`` is a key that must hold nothing.
     """
@@ -34,18 +40,22 @@ class Keys:
     metadata: str | None = None
     metadata_required: bool = True
     tools: str | None = None
+    layout: Layout = "unison"
+    section: str = "data"
 
 
 LAYOUTS: Final[Mapping[Layout, Keys]] = {
     "unison": Keys(),
-    "verl": Keys(label="reward_model.ground_truth"),
-    "slime": Keys(prompt="input", label=None, metadata="metadata", metadata_required=False, tools="tools"),
+    "verl": Keys(label="reward_model.ground_truth", layout="verl"),
+    "slime": Keys(
+        prompt="input", label=None, metadata="metadata", metadata_required=False, tools="tools", layout="slime"
+    ),
 }
 
 
 def key_map(config: DataConfig) -> Keys:
     """The layout's keys, and in their place those given explicitly (an empty one is not given)."""
-    keys = LAYOUTS[config.layout]
+    keys = replace(LAYOUTS[config.layout], section=section_of(config))
     if config.prompt_key:
         keys = replace(keys, prompt=config.prompt_key)
     if config.label_key != "":
@@ -87,8 +97,10 @@ def collect_rows(
     read (unless bad rows are to be skipped), and where no usable row is left.
     """
     skipped: list[str] = []
+    hint: str | None = None
 
     def usable() -> Iterator[PromptRow]:
+        nonlocal hint
         for (row_id, place), record in records:
             try:
                 if isinstance(record, BadRow):
@@ -96,10 +108,12 @@ def collect_rows(
                 yield read_record(record, row_id, keys)
             except BadRow as error:
                 skipped.append(f"{place}: {error}")
+                if isinstance(error, _MissingKey) and not isinstance(record, BadRow):
+                    hint = hint or other_layout(record, keys)
 
     def check_bad() -> None:
         if skipped and on_bad_row == "fail":
-            raise DataError(_report(where, skipped))
+            raise DataError(_report(where, skipped, hint))
 
     try:
         rows = take(usable(), cut, where)
@@ -108,15 +122,28 @@ def collect_rows(
         raise
     check_bad()
     if not rows:
-        raise DataError(f"{where} holds no usable row" + (f": {_report(where, skipped)}" * bool(skipped)))
+        raise DataError(f"{where} holds no usable row" + (f": {_report(where, skipped, hint)}" * bool(skipped)))
     return RowList(rows, skipped)
+
+
+def other_layout(record: Iterable[str], keys: Keys) -> str | None:
+    """What to set where a record without our keys has those of another system, by the names in it."""
+    names = set(record)
+    if keys.layout != "unison":
+        return None
+    if "reward_model" in names:
+        return f'They look like rows of verl: set {keys.section}.layout = "verl".'
+    if "input" in names and keys.prompt not in names and names & {"label", "metadata", "tools"}:
+        label = f' and {keys.section}.label_key = "label"' if "label" in names else ""
+        return f'They look like rows of slime: set {keys.section}.layout = "slime"{label}.'
+    return None
 
 
 def read_record(record: dict[str, Any], row_id: str, keys: Keys) -> PromptRow:
     """One row. Raises BadRow saying what is wrong with the record."""
-    prompt_path, prompt = _required(record, keys.prompt, "prompt")
+    prompt_path, prompt = _required(record, keys.prompt, "prompt", keys.section)
     _check_prompt(prompt)
-    label_path, label = ((), None) if keys.label is None else _required(record, keys.label, "label")
+    label_path, label = ((), None) if keys.label is None else _required(record, keys.label, "label", keys.section)
     if keys.tools is not None and record.get(keys.tools):
         raise BadRow(f"the key {keys.tools!r} holds tools, which are not rendered into prompts; take them out")
     if keys.metadata is None:
@@ -149,12 +176,12 @@ def _get(record: dict[str, Any], path: tuple[str, ...]) -> Any:
     return place
 
 
-def _required(record: dict[str, Any], key: str, what: str) -> tuple[tuple[str, ...], Any]:
+def _required(record: dict[str, Any], key: str, what: str, section: str) -> tuple[tuple[str, ...], Any]:
     path = _find(record, key)
     if path is None:
         there = ", ".join(list(record)[:8]) or "no keys"
-        hint = did_you_mean(key, record) or f"; data.{what}_key names it, and the row has {there}"
-        raise BadRow(f"no {what}: the key {key!r} is missing{hint}")
+        hint = did_you_mean(key, record) or f"; {section}.{what}_key names it, and the row has {there}"
+        raise _MissingKey(f"no {what}: the key {key!r} is missing{hint}")
     value = _get(record, path)
     if value is None:
         raise BadRow(f"no {what}: {key!r} is null")
@@ -213,10 +240,10 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _report(where: str, problems: list[str]) -> str:
+def _report(where: str, problems: list[str], hint: str | None) -> str:
     shown = problems[:_MAX_REPORTED]
     more = len(problems) - len(shown)
     lines = [f"{where} has {len(problems)} bad row{'s' * (len(problems) != 1)}:", *shown]
     if more:
         lines.append(f"... and {more} more")
-    return "\n".join([*lines, 'Mend them, or set data.on_bad_row to "skip".'])
+    return "\n".join([*lines, hint or 'Mend them, or set data.on_bad_row to "skip".'])

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from unison.config.schema import DataConfig
 from unison.core.errors import ConfigError, DataError, UnisonError
+from unison.data.sections import section_of
 from unison.rewards.plugins import Registry
 
 Split = Literal["train", "eval"]
@@ -113,7 +114,10 @@ def refuse_settings(config: DataConfig, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value != getattr(neutral, name):
-            raise ConfigError(f"data.{name}={value!r} has no effect with data.source={config.source!r}; remove it")
+            section = section_of(config)
+            raise ConfigError(
+                f"{section}.{name}={value!r} has no effect with {section}.source={config.source!r}; remove it"
+            )
 
 
 def _check_rows(source: PromptSource, name: str) -> None:

@@ -115,7 +115,7 @@ def _sections(config: DataConfig) -> Mapping[str, DataConfig]:
     """The data section of each part; of the only one under the empty name."""
     if not config.mix:
         return {"": config}
-    return {name: part_config(config, part) for name, part in config.mix.items()}
+    return {name: part_config(config, name, part) for name, part in config.mix.items()}
 
 
 @contextmanager

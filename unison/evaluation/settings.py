@@ -9,6 +9,7 @@ import msgspec
 from unison.config.schema import DataConfig, EvalSetConfig, RewardConfig, TrainConfig
 from unison.core.errors import ConfigError
 from unison.core.sampling import SamplingParams
+from unison.data.sections import in_section
 
 MAIN = "main"
 """The set of data.eval; its metrics carry no set's name."""
@@ -73,7 +74,7 @@ def set_settings(config: TrainConfig) -> list[SetSettings]:
                 f"eval.sets.{name}.source is {chosen.source}, but eval.sets.{name}.path names nothing to read; "
                 f"give --eval.sets.{name}.path PATH"
             )
-        found.append(_settings(config, name, _data_of(config.data, chosen), chosen))
+        found.append(_settings(config, name, in_section(_data_of(config.data, chosen), f"eval.sets.{name}"), chosen))
     for settings in found:
         _check_pass_k(settings)
     return found

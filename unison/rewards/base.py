@@ -82,12 +82,12 @@ def open_reward(specs: Mapping[str, PartSpec], *, named: bool) -> CombinedReward
             raise RewardError(
                 f"reward.parts.{name}.function={spec.function!r} is itself a combination; name its parts one by one"
             )
-        graders[name] = (_grader(spec.function, spec, found), spec.weight)
+        graders[name] = (_grader(spec.function, spec, found, f"reward.parts.{name}"), spec.weight)
     return CombinedReward(graders)
 
 
-def _grader(name: str, spec: PartSpec, found: RewardFunction) -> FunctionGrader:
-    return FunctionGrader(name, found, spec.options, spec.label_column)
+def _grader(name: str, spec: PartSpec, found: RewardFunction, section: str = "reward") -> FunctionGrader:
+    return FunctionGrader(name, found, spec.options, spec.label_column, section)
 
 
 def _refuse_options(name: str, spec: PartSpec) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from unison.core.errors import RewardError
 from unison.rewards.extract import last_box
+from unison.rewards.options import checked_by
 
 MAX_OPTIONS: Final = len(ascii_uppercase)
 _MAX_BOX_CHARS: Final = 64
@@ -18,6 +19,12 @@ _ANNOUNCED: Final = re.compile(
 _ALONE: Final = re.compile(r"(?<![A-Za-z0-9'\u2019])([A-Z])(?![A-Za-z0-9'\u2019])(?! [a-z])")
 
 
+def _check_options(*, num_options: int = 4) -> None:
+    if isinstance(num_options, bool) or not isinstance(num_options, int) or not 2 <= num_options <= MAX_OPTIONS:
+        raise RewardError(f"num_options = {num_options!r}; it must be an integer from 2 to {MAX_OPTIONS}")
+
+
+@checked_by(_check_options)
 def multiple_choice(text: str, label: object, *, num_options: int = 4) -> float:
     """1.0 if the chosen letter is the label's, else 0.0.
 
@@ -26,8 +33,7 @@ def multiple_choice(text: str, label: object, *, num_options: int = 4) -> float:
     beyond ``num_options`` are no options and are passed over, but in a box. ``label`` is a letter, or an integer that
     counts from 0. Raises ValueError where it names no option.
     """
-    if isinstance(num_options, bool) or not isinstance(num_options, int) or not 2 <= num_options <= MAX_OPTIONS:
-        raise RewardError(f"num_options = {num_options!r}; it must be an integer from 2 to {MAX_OPTIONS}")
+    _check_options(num_options=num_options)
     letters = ascii_uppercase[:num_options]
     right = _letter_of(label, letters)
     return float(chosen_letter(text, letters) == right)

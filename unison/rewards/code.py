@@ -19,13 +19,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from unison.config.names import did_you_mean
 from unison.core.errors import RewardError
-from unison.sandbox.base import MAX_WALL_S, PROGRAM, Sandbox, SandboxLimits, run_python
+from unison.rewards.options import check_choice, check_number, check_truth
+from unison.sandbox.base import MAX_WALL_S, MIN_MEMORY_BYTES, PROGRAM, Sandbox, SandboxLimits, run_python
 from unison.sandbox.find import require_sandbox
 
 FENCES: Final = ("required", "optional")
@@ -37,6 +38,7 @@ DEFAULT_TOTAL_S: Final = 8.0
 DEFAULT_MEMORY_MIB: Final = 512
 _END_S: Final = 1.0
 _DISK_BYTES: Final = 32 * MIB
+_LEAST_WALL_S: Final = 0.001
 _FUNCTION_KEYS: Final = ("tests", "entry_point", "prefix")
 _CASE_KEYS: Final = ("input", "output")
 _OPENING: Final = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^`\n]*")
@@ -61,6 +63,7 @@ class CodeReward:
         allow_unsandboxed: bool = False,
     ) -> None:
         """Raise, before a run starts, what each call would: RewardError for options, SandboxError without a sandbox."""
+        check_truth(partial=partial, allow_unsandboxed=allow_unsandboxed)
         limits = _limits(fence, wall_s, total_s, memory_mib, output_mib)
         _, own_limit = resource.getrlimit(resource.RLIMIT_AS)
         if 0 <= own_limit < limits.memory_bytes:
@@ -120,6 +123,8 @@ class CodeReward:
         tests, sandbox = _checked(label), _sandbox(allow_unsandboxed)
         program = extract_program(text, fence=fence)
         if program is None or len(program.encode("utf-8", "surrogatepass")) > MAX_PROGRAM_BYTES:
+            if isinstance(tests, dict):
+                _check_cases(tests["tests"], tests.get("entry_point"), limits, allow_unsandboxed)
             return 0.0
         if isinstance(tests, dict):
             share = _function_share(sandbox, program, tests, limits)
@@ -133,10 +138,11 @@ code_tests: Final = CodeReward()
 
 def _limits(fence: str, wall_s: float, total_s: float, memory_mib: int, output_mib: int) -> SandboxLimits:
     """Raises RewardError or SandboxError for options that cannot be meant."""
-    if fence not in FENCES:
-        raise RewardError(f"fence is {fence!r}{did_you_mean(str(fence), FENCES)} (one of {', '.join(FENCES)})")
-    if isinstance(total_s, bool) or not isinstance(total_s, (int, float)) or not 0 < total_s <= MAX_WALL_S:
-        raise RewardError(f"total_s is {total_s!r}; it must be a number of seconds in (0, {MAX_WALL_S:.0f}]")
+    check_choice("fence", fence, FENCES)
+    check_number("wall_s", wall_s, _LEAST_WALL_S, MAX_WALL_S)
+    check_number("total_s", total_s, _LEAST_WALL_S, MAX_WALL_S)
+    check_number("memory_mib", memory_mib, MIN_MEMORY_BYTES // MIB, MIB, whole=True)
+    check_number("output_mib", output_mib, 1, MIB, whole=True)
     return SandboxLimits(
         wall_s=wall_s,
         cpu_s=max(1, round(wall_s)),
@@ -190,13 +196,20 @@ def _blocks(text: str) -> tuple[list[tuple[str, str]], bool]:
 
 
 def _function_share(sandbox: Sandbox, program: str, tests: Mapping[str, str], limits: SandboxLimits) -> float:
+    whole = tests.get("prefix", "") + "\n" + program
+    return _judged(sandbox, whole, tests["tests"], tests.get("entry_point"), limits)
+
+
+@lru_cache(maxsize=1024)
+def _check_cases(tests: str, entry_point: str | None, limits: SandboxLimits, allow_unsandboxed: bool) -> None:
+    """Raises RewardError where the tests hold no case: what the judge finds before it starts a program."""
+    _judged(_sandbox(allow_unsandboxed), None, tests, entry_point, limits)
+
+
+def _judged(sandbox: Sandbox, program: str | None, tests: str, entry_point: str | None, limits: SandboxLimits) -> float:
+    """The share of the cases that pass; without a program the tests are looked at, and none passes."""
     nonce = secrets.token_hex(32)
-    job = {
-        "nonce": nonce,
-        "program": tests.get("prefix", "") + "\n" + program,
-        "tests": tests["tests"],
-        "entry_point": tests.get("entry_point"),
-    }
+    job = {"nonce": nonce, "program": program, "tests": tests, "entry_point": entry_point}
     result = sandbox.run(
         [*sandbox.python, PROGRAM],
         files={PROGRAM: _DRIVER.read_bytes()},
@@ -264,7 +277,7 @@ def _checked_function(label: Mapping[Any, Any]) -> dict[str, str]:
     try:
         ast.parse(label["tests"])
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"the label's tests are no Python: {error}") from error
+        raise RewardError(f"the label's tests are unusable: they are no Python: {error}") from error
     return dict(label)
 
 

@@ -254,10 +254,13 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         # Judged before the program is started, so that unusable tests are no matter of the program.
-        cases_of(job["tests"], job["entry_point"])
-        program = Program(job["program"])
-        passed, total = judge(program, job["tests"], job["entry_point"])
-        verdict = {"passed": passed, "total": total, "fault": program.fault}
+        total = len(cases_of(job["tests"], job["entry_point"]))
+        passed, fault = 0, None
+        if job["program"] is not None:
+            program = Program(job["program"])
+            passed, total = judge(program, job["tests"], job["entry_point"])
+            fault = program.fault
+        verdict = {"passed": passed, "total": total, "fault": fault}
     except UnusableTests as error:
         verdict = {"passed": 0, "total": 0, "fault": str(error)}
     verdicts.write(f"\n{job['nonce']}{json.dumps(verdict)}\n")

@@ -10,6 +10,7 @@ import re
 from typing import Any, Final, Literal, get_args
 
 from unison.core.errors import RewardError
+from unison.rewards.options import check_choice
 
 Source = Literal["text", "box", "tag"]
 
@@ -74,15 +75,18 @@ def last_tag(text: str, tag: str = "answer") -> str | None:
     return text[start + len(opening) : end] if start >= 0 else None
 
 
+def check_source(source: object, tag: str = "answer") -> None:
+    """Raises RewardError where the options ``source`` and ``tag`` of a grader name no part of a response."""
+    check_choice("source", source, get_args(Source))
+    check_tag(tag)
+
+
 def pick(text: str, source: str, tag: str = "answer") -> str | None:
     """The part of the response that ``source`` names: all of it, the last box, or the last tag. None without."""
+    check_source(source, tag)
     if source == "text":
         return text
-    if source == "box":
-        return last_box(text)
-    if source == "tag":
-        return last_tag(text, tag)
-    raise RewardError(f"source = {source!r} is unknown; it is one of {', '.join(get_args(Source))}")
+    return last_box(text) if source == "box" else last_tag(text, tag)
 
 
 def last_json(text: str) -> Any:

@@ -20,17 +20,23 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, Final
 
-from unison.core.errors import RewardError
 from unison.rewards.extract import has_box, last_box, last_number
 from unison.rewards.labels import text_of
 from unison.rewards.math_form import MAX_CHARS, Form, Group, Refused, Scalar, Words, read_form, written_number
 from unison.rewards.math_values import check_size, probes_agree, same_number
 from unison.rewards.optional import optional_module
+from unison.rewards.options import check_choice, check_number, checked_by
 
 FALLBACKS: Final = ("none", "number", "whole")
 _PRODUCT: Final = re.compile(r"(?<=[\d)])\s?(?=\()")
 
 
+def _check_options(*, fallback: str = "none", relative_tolerance: float = 0.0) -> None:
+    check_choice("fallback", fallback, FALLBACKS)
+    check_number("relative_tolerance", relative_tolerance, 0, 1, below_high=True)
+
+
+@checked_by(_check_options)
 def math_answer(text: str, label: object, *, fallback: str = "none", relative_tolerance: float = 0.0) -> float:
     r"""1.0 if the last closed box of the response has the label's value, else 0.0.
 
@@ -45,10 +51,7 @@ def math_answer(text: str, label: object, *, fallback: str = "none", relative_to
     than two levels of powers, powers and factorials of more than 20 000 digits, sums, integrals, limits; text that does
     not parse. Raises ValueError where that is so of the label. Needs math-verify.
     """
-    if fallback not in FALLBACKS:
-        raise RewardError(f"fallback = {fallback!r} is unknown; it is one of {', '.join(FALLBACKS)}")
-    if isinstance(relative_tolerance, bool) or not 0 <= relative_tolerance < 1:
-        raise RewardError(f"relative_tolerance = {relative_tolerance!r}; it must be at least 0 and less than 1")
+    _check_options(fallback=fallback, relative_tolerance=relative_tolerance)
     gold = _gold(text_of(label, "math_answer"))
     answer = _answer_of(text, fallback)
     if answer is None:

@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Any, Final
 
 from unison.core.errors import RewardError
-from unison.rewards.extract import pick
+from unison.rewards.extract import check_source, pick
 from unison.rewards.optional import optional_module
+from unison.rewards.options import checked_by
 
 MAX_ANSWER_CHARS: Final = 20_000
 """Longer answers are scored as no answer."""
@@ -69,6 +70,11 @@ def needs_sandbox(dataset: str) -> bool:
     return dataset in EVALUATED or dataset in EVALUATED_ROWS
 
 
+def _check_options(*, source: str = "tag", tag: str = "answer") -> None:
+    check_source(source, tag)
+
+
+@checked_by(_check_options)
 def reasoning_gym(text: str, label: object, *, source: str = "tag", tag: str = "answer") -> float:
     """The score in [0, 1] that the data set itself gives to the answer.
 

@@ -22,6 +22,7 @@ import msgspec
 
 from unison.core.errors import RewardError, ServerError
 from unison.core.records import Sample
+from unison.rewards.options import check_truth
 
 MAX_WAIT_S: Final = 30.0
 """Longest wait before a try, whatever a server's Retry-After says."""
@@ -56,6 +57,10 @@ class HttpReward:
         """Raise RewardError, before a run starts, for what no call could work with."""
         _httpx()
         settings = _Settings(**options)
+        check_truth(batch=settings.batch)
+        for name in ("url", "header", "header_env"):
+            if not isinstance(getattr(settings, name), str):
+                raise RewardError(f"the reward http has {name}={getattr(settings, name)!r}; it must be a text")
         parts = urlsplit(settings.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RewardError(f"the reward http has url={settings.url!r}; give an http:// or https:// address")

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
+from unison.core.errors import RewardError
 from unison.rewards.extract import last_json
 from unison.rewards.optional import optional_module
+from unison.rewards.options import checked_by
 
 MAX_DEPTH: Final = 64
 """JSON nested deeper than this is wrong."""
+_MAX_MESSAGE_CHARS: Final = 200
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-def json_schema(text: str, label: object, *, schema: Mapping[str, Any] | None = None) -> float:
+def _check_options(*, schema: Mapping[str, Any] | str | None = None) -> None:
+    if schema is None:
+        return
+    try:
+        _validator(_canonical(schema))
+    except ValueError as error:
+        raise RewardError(f"schema: {error}") from error
+
+
+@checked_by(_check_options)
+def json_schema(text: str, label: object, *, schema: Mapping[str, Any] | str | None = None) -> float:
     """1.0 if the response's JSON is valid under the schema, else 0.0.
 
     The last closed fenced block (marked ``json`` or not marked) is read, or without one the last complete object of
@@ -43,7 +57,7 @@ def _canonical(schema: object) -> str:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"json_schema got a label that is no JSON: {error}") from error
+            raise ValueError(f"json_schema got a schema that is no JSON: {error}") from error
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema needs a schema as label or option, a table, and got a {type(schema).__name__}")
     return json.dumps(schema, sort_keys=True)
@@ -64,9 +78,18 @@ def _validator(schema_json: str) -> Any:
         probes: tuple[object, ...] = ({}, [], "", 0, None)
         for probe in probes:
             validator.is_valid(probe)
-    except (jsonschema.exceptions.SchemaError, referencing.exceptions.Unresolvable, RecursionError) as error:
-        raise ValueError(f"json_schema got a schema that cannot be used: {type(error).__name__}: {error}") from error
+    except jsonschema.exceptions.SchemaError as error:
+        place = f" at {error.json_path}" if error.path else ""
+        raise ValueError(f"json_schema got a schema that cannot be used{place}: {_line(error.message)}") from error
+    except (referencing.exceptions.Unresolvable, RecursionError) as error:
+        told = _line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"json_schema got a schema that cannot be used: {told}") from error
     return validator
+
+
+def _line(text: str) -> str:
+    """Whole words on one line, of a message that may quote a whole schema."""
+    return textwrap.shorten(text, _MAX_MESSAGE_CHARS, placeholder=" ...")
 
 
 def _refuse_outside(part: object) -> None:

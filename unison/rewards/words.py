@@ -12,8 +12,9 @@ import string
 from collections import Counter
 from typing import Final
 
-from unison.rewards.extract import pick
+from unison.rewards.extract import check_source, pick
 from unison.rewards.labels import references_of
+from unison.rewards.options import check_truth, checked_by
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
@@ -30,6 +31,12 @@ def normalise(text: str, *, case: bool = True, punctuation: bool = True, article
     return " ".join(text.split())
 
 
+def _check_options(*, source: str = "text", tag: str = "answer", **switches: bool) -> None:
+    check_source(source, tag)
+    check_truth(**switches)
+
+
+@checked_by(_check_options)
 def exact_match(
     text: str,
     label: object,
@@ -52,6 +59,7 @@ def exact_match(
     return float(answer is not None and normalise(answer, **options) in references)
 
 
+@checked_by(_check_options)
 def f1(text: str, label: object, *, source: str = "text", tag: str = "answer") -> float:
     """The F1 of the answer's tokens against the reference's, in [0, 1]; the best over several references.
 

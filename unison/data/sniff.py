@@ -18,6 +18,8 @@ def other_kind(path: Path, section: str) -> str | None:
     """
     if path.is_dir():
         return _kind_of_folder(path, section)
+    if not path.is_file():
+        return None  # a pipe or a device: to look at what comes out of it might take for ever
     try:
         with path.open("rb") as file:
             start = file.read(len(_PARQUET))

@@ -107,6 +107,9 @@ class RunCheckpoints:
     def release(self) -> None:
         """Called right before weights change."""
         self._guarded(self._saver.release)
+        if not self._saver.busy:
+            # Written by now, as it mostly is: whoever wants to know hears of it in the step after.
+            self._wait()
 
     def close(self) -> None:
         """Wait for a save that runs; it failed if it must, the run has ended anyway."""

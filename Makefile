@@ -38,7 +38,8 @@ quickstart: model  ## train SmolLM2-135M on sums and see it improve
 # The reward code_tests and the tests of isolation need bubblewrap, which no Python package brings.
 sandbox:  ## install bubblewrap where that needs no question; else say how
 	@command -v bwrap >/dev/null \
-	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -q bubblewrap >/dev/null 2>&1; } \
+	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& { apt-get install -y -q bubblewrap || { apt-get update -q && apt-get install -y -q bubblewrap; }; } >/dev/null 2>&1; } \
 	|| echo 'bwrap is missing: tests that run untrusted code (tests/sandbox, tests/rewards/test_code.py) are skipped;' \
 		'install bubblewrap with your package manager'
 

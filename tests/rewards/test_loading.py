@@ -176,7 +176,8 @@ def test_the_options_of_the_documents_are_taken() -> None:
     for function, options in {
         "math_answer": {"fallback": "number", "relative_tolerance": 0},
         "format_tags": {"tags": "think,answer", "opened": True},
-        "code_tests": {"wall_s": 5, "memory_mib": 512, "partial": False},
+        # Whether there is a sandbox here is another test's question.
+        "code_tests": {"wall_s": 5, "memory_mib": 512, "partial": False, "allow_unsandboxed": True},
         "json_schema": {"schema": '{"type": "object"}'},
     }.items():
         load_reward(RewardConfig(function=function, options=options, isolation="none"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unison.core.errors import ConfigError
 
-KlKind = Literal["k1", "k2", "k3"]
+KlKind = Literal["k1", "k2", "k3", "low_var", "abs"]
 
 MAX_LOG_RATIO = 20.0
 """k3 caps reference - policy here before exp, so that value and gradient stay finite."""

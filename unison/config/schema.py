@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
+
+from unison.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, ReferenceConfig
+from unison.config.section import Options, Schedule, Section
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["auto", "exact", "fast"]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections: immutable, keywords only, unknown keys refused."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -46,7 +44,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 Layout = Literal["unison", "verl", "slime"]
-Options = dict[str, int | float | str | bool]
 
 
 class MixConfig(Section, frozen=True, kw_only=True):
@@ -253,33 +250,27 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ] = False
 
 
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    name: Annotated[str, Meta(description="Advantage estimator: grpo.")] = "grpo"
-    normalize_std: Annotated[
-        bool, Meta(description="Divide the group advantage by the group's sample standard deviation (n - 1).")
-    ] = True
-    std_epsilon: Annotated[float, Meta(gt=0, description="Added to the standard deviation.")] = 1e-6
-    clip_low: Annotated[float, Meta(ge=0, lt=1, description="Lower clip of the ratio: 1 - clip_low.")] = 0.2
-    clip_high: Annotated[float, Meta(ge=0, description="Upper clip of the ratio: 1 + clip_high.")] = 0.28
-    kl_coef: Annotated[float, Meta(ge=0, description="Weight of the k3 KL to the reference in the loss; 0 is off.")] = (
-        0.0
-    )
-    truncated: Annotated[
-        Literal["mask", "keep"],
-        Meta(description="Truncated samples count in their group; mask leaves them out of the loss."),
-    ] = "mask"
-
-
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    steps: Annotated[int, Meta(ge=0, description="Training steps; one optimizer step each.")] = 20
+    steps: Annotated[int, Meta(ge=0, description="Training steps, each of one rollout.")] = 20
+    epochs: Annotated[int, Meta(ge=1, le=1000, description="Passes over the samples of a rollout.")] = 1
+    mini_batches: Annotated[
+        int, Meta(ge=0, description="Optimizer steps of a pass; 0 derives it from batch_samples.")
+    ] = 0
+    batch_samples: Annotated[
+        int, Meta(ge=0, description="Samples of one optimizer step, the global batch; 0 derives it from mini_batches.")
+    ] = 0
+    shuffle_samples: Annotated[
+        bool, Meta(description="Cut the mini-batches from the samples in a new order in each pass.")
+    ] = False
     micro_batch_tokens: Annotated[int, Meta(ge=8, description="Token budget of one forward and backward.")] = 2048
     logprob_chunk_tokens: Annotated[
         int, Meta(ge=8, description="Rows of the vocabulary projection computed at a time.")
     ] = 256
+    gradient_checkpointing: Annotated[
+        bool, Meta(description="Keep no activations inside a layer, and compute them once more on the way back.")
+    ] = False
     learning_rate: Annotated[float, Meta(ge=0, le=1, description="Peak learning rate of AdamW.")] = 1e-6
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine"], Meta(description="Course of the learning rate after warm-up.")
-    ] = "constant"
+    schedule: Annotated[Schedule, Meta(description="Course of the learning rate after warm-up.")] = "constant"
     warmup_steps: Annotated[int, Meta(ge=0, description="Optimizer steps of linear warm-up.")] = 0
     min_learning_rate: Annotated[float, Meta(ge=0, description="Where the linear and cosine schedules end.")] = 0.0
     beta1: Annotated[float, Meta(ge=0, lt=1, description="AdamW beta1.")] = 0.9
@@ -406,6 +397,9 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

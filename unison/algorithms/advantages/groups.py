@@ -1,82 +1,28 @@
-"""Advantage estimators, found by registered name or as a user's ``module:function``."""
+"""Advantages relative to the other samples of a prompt."""
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeVar, cast
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from unison.config.names import did_you_mean
+from unison.algorithms.registry import register_advantage
+from unison.algorithms.trajectories import Trajectories
 from unison.core.errors import ConfigError, RewardError
 from unison.core.records import MAX_ABS_REWARD
 
 
-class AdvantageEstimator(Protocol):
-    """Turns the rewards of a batch into one advantage per sample, in the order given."""
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Sequence[Hashable],
-        valid: Tensor,
-        *,
-        normalize_std: bool,
-        epsilon: float,
-    ) -> Tensor: ...
-
-
-ADVANTAGES: dict[str, AdvantageEstimator] = {}
-
-_Estimator = TypeVar("_Estimator", bound=AdvantageEstimator)
-
-
-def register_advantage(name: str) -> Callable[[_Estimator], _Estimator]:
-    """Decorator that puts an estimator under ``name``. Raises ConfigError where the name is taken."""
-
-    def register(estimator: _Estimator) -> _Estimator:
-        if name in ADVANTAGES:
-            raise ConfigError(f"advantage estimator {name!r} is registered already; choose another name")
-        ADVANTAGES[name] = estimator
-        return estimator
-
-    return register
-
-
-def get_advantage(name: str) -> AdvantageEstimator:
-    """The estimator of a registered name or of ``module:function``. Raises ConfigError where there is none."""
-    if ":" in name:
-        return _load_estimator(name)
-    if name in ADVANTAGES:
-        return ADVANTAGES[name]
-    raise ConfigError(
-        f"algorithm.name={name!r} is no advantage estimator{did_you_mean(name, ADVANTAGES)}; "
-        f"known: {', '.join(sorted(ADVANTAGES))}, or module:function of your own"
+@register_advantage("grpo", uses=("groups",))
+def grpo(batch: Trajectories, *, normalize_std: bool = True, std_epsilon: float = 1e-6) -> Tensor:
+    """The whole reward of each trajectory relative to its group, at all of its tokens -> [T]. See group_advantages."""
+    relative = group_advantages(
+        batch.outcomes_N, batch.group_ids, batch.valid_N, normalize_std=normalize_std, epsilon=std_epsilon
     )
+    return batch.spread(relative)
 
 
-def _load_estimator(path: str) -> AdvantageEstimator:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"algorithm.name={path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); "
-            "the module must be importable from where the run is started"
-        ) from error
-    estimator = getattr(module, attribute, None)
-    if not callable(estimator):
-        raise ConfigError(
-            f"algorithm.name={path!r}: {module_name!r} has no function {attribute!r}"
-            f"{did_you_mean(attribute, vars(module))}"
-        )
-    return cast(AdvantageEstimator, estimator)
-
-
-@register_advantage("grpo")
 def group_advantages(
     rewards: Tensor,
     group_ids: Sequence[Hashable],

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from unison.algorithms.losses.base import MAX_LOG_RATIO, LossBatch, PolicyLoss
+from unison.algorithms.registry import register_loss
 from unison.core.errors import ConfigError
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are capped here before exp: e^20 = 4.85e8 is finite in float32, and so is its gradient."""
 
-
-class PolicyLoss(NamedTuple):
-    """Per token [T]. ``loss`` carries the gradient; ``ratio`` and ``clipped`` are for metrics and carry none."""
-
-    loss: Tensor
-    ratio: Tensor
-    """pi / pi_old, at most e^20; exactly 1 where both log-probs are bitwise equal."""
-    clipped: Tensor
-    """Bool: a bound (clip, dual clip or the cap of the log-ratio) replaced the ratio, so no gradient flows."""
+@register_loss("clipped")
+def clipped(
+    batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> PolicyLoss:
+    """The clipped surrogate of PPO by token -> [N]. See clipped_policy_loss."""
+    return clipped_policy_loss(
+        batch.logprobs_N,
+        batch.old_logprobs_N,
+        batch.advantages_N,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
 
 
 def clipped_policy_loss(

@@ -1,0 +1,184 @@
+"""What is learnt from samples: the sections of the algorithm, its corrections, reference and critic."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from unison.config.section import Options, Schedule, Section
+
+Rate = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Aggregation = Literal[
+    "token_mean",
+    "token_sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "fixed_length",
+    "trajectory_mean",
+    "prompt_mean",
+]
+
+
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
+    """Keys that are null take the recipe's value, or the default of the function they belong to."""
+
+    name: Annotated[
+        str,
+        Meta(description="Recipe that fills in what is null below: grpo, dr_grpo, dapo, ppo, ..., or module:object."),
+    ] = "grpo"
+    advantage: Annotated[
+        str | None, Meta(description="Advantage estimator: grpo, rloo, gae, ..., or module:function of your own.")
+    ] = None
+    loss: Annotated[
+        str | None, Meta(description="Policy loss: clipped, gspo, cispo, ..., or module:function of your own.")
+    ] = None
+    aggregation: Annotated[
+        Aggregation | None, Meta(description="How the losses of tokens add up to the loss of a batch.")
+    ] = None
+    options: Annotated[Options, Meta(description="Settings of your own functions, by parameter name.")] = {}
+    normalize_std: Annotated[
+        bool | None, Meta(description="Divide the group advantage by the group's standard deviation.")
+    ] = None
+    std: Annotated[
+        Literal["sample", "population"] | None, Meta(description="Standard deviation over n - 1, or over n.")
+    ] = None
+    std_epsilon: Annotated[Positive | None, Meta(description="Added to the standard deviation.")] = None
+    gamma: Annotated[Rate | None, Meta(description="Discount of the rewards of later tokens.")] = None
+    lam: Annotated[Rate | None, Meta(description="Lambda of generalised advantage estimation.")] = None
+    observations: Annotated[
+        Literal["across", "over"] | None,
+        Meta(
+            description="Recursions over tokens skip those the policy did not write (across), or step on them (over)."
+        ),
+    ] = None
+    bootstrap: Annotated[
+        bool | None, Meta(description="A truncated trajectory ends in the critic's value, not in 0.")
+    ] = None
+    whiten: Annotated[
+        bool | None,
+        Meta(description="Scale advantages to mean 0 and deviation 1 over the trained tokens of the batch."),
+    ] = None
+    length_weight: Annotated[
+        NonNegative, Meta(description="Factor of a reward for being shorter than the rest of the group; 0 is off.")
+    ] = 0.0
+    correct_reward: Annotated[
+        float, Meta(description="With length_weight: an answer with at least this reward counts as correct.")
+    ] = 1.0
+    overlong_buffer: Annotated[
+        int, Meta(ge=0, description="Last tokens before rollout.max_new_tokens that cost reward; 0 is off.")
+    ] = 0
+    overlong_penalty: Annotated[
+        Positive, Meta(description="With overlong_buffer: what a response of full length costs.")
+    ] = 1.0
+    truncated: Annotated[
+        Literal["mask", "keep"],
+        Meta(description="Truncated samples count in their group; mask leaves them out of the loss."),
+    ] = "mask"
+    clip_low: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | None, Meta(description="Lower bound of the ratio: 1 - clip_low.")
+    ] = None
+    clip_high: Annotated[NonNegative | None, Meta(description="Upper bound of the ratio: 1 + clip_high.")] = None
+    dual_clip: Annotated[
+        Annotated[float, Meta(gt=1)] | None, Meta(description="Bound of the ratio where the advantage is negative.")
+    ] = None
+    mask_threshold: Annotated[
+        Positive | None, Meta(description="Divergence from the old policy from which a token is left out.")
+    ] = None
+    divergence: Annotated[
+        Literal["total_variation", "kl"] | None,
+        Meta(description="What mask_threshold bounds, of the token's probability."),
+    ] = None
+    temperature_positive: Annotated[
+        Positive | None, Meta(description="Temperature of the soft gate where the advantage is positive.")
+    ] = None
+    temperature_negative: Annotated[
+        Positive | None, Meta(description="Temperature of the soft gate where the advantage is negative.")
+    ] = None
+    tau: Annotated[Positive | None, Meta(description="Regularisation of the squared mirror-descent loss.")] = None
+    entropy_coef: Annotated[NonNegative, Meta(description="Weight of the entropy bonus in the loss; 0 is off.")] = 0.0
+    kl_coef: Annotated[NonNegative, Meta(description="Weight of the KL to the reference; 0 is off.")] = 0.0
+    kl_in: Annotated[Literal["loss", "reward"] | None, Meta(description="Where the KL to the reference acts.")] = None
+    kl: Annotated[
+        Literal["k1", "k2", "k3", "low_var", "abs"] | None, Meta(description="Estimator of the KL to the reference.")
+    ] = None
+    kl_ratio_weighted: Annotated[
+        bool, Meta(description="Multiply the KL in the loss by the ratio to the old policy, which makes it unbiased.")
+    ] = False
+    kl_control: Annotated[
+        Literal["fixed", "proportional", "doubling"], Meta(description="How kl_coef follows the KL measured.")
+    ] = "fixed"
+    kl_target: Annotated[Positive | None, Meta(description="KL per token that kl_control steers to.")] = None
+    kl_horizon: Annotated[
+        int | None, Meta(description="Samples over which proportional control corrects an error.")
+    ] = None
+
+
+class CorrectionConfig(Section, frozen=True, kw_only=True):
+    """For samples that another policy drew than the one being trained: stale weights, other kernels."""
+
+    name: Annotated[
+        str, Meta(description="Recipe that fills in what is null below: none, recompute, tis, icepop, mis, ...")
+    ] = "none"
+    old: Annotated[
+        Literal["rollout", "trainer"] | None,
+        Meta(description="Old policy of the ratio: log-probs as sampled (bypass), or computed by the trainer."),
+    ] = None
+    weight: Annotated[
+        Literal["none", "token", "sequence", "geometric"] | None,
+        Meta(description="Level of the importance weight, old policy of the trainer over the rollout's."),
+    ] = None
+    mode: Annotated[
+        Literal["truncate", "clip", "mask"] | None,
+        Meta(description="Weights are cut above, cut on both sides, or their tokens left out where outside."),
+    ] = None
+    lower: Annotated[Positive | None, Meta(description="Lower bound of the weight; null is 1 / upper.")] = None
+    upper: Annotated[Positive | None, Meta(description="Upper bound of the weight.")] = None
+    normalize: Annotated[bool | None, Meta(description="Divide weights by their mean over the global batch.")] = None
+    reject: Annotated[
+        Literal["none", "token", "sequence", "geometric"] | None,
+        Meta(description="Level of the ratio outside whose bounds tokens or sequences are left out."),
+    ] = None
+    reject_lower: Annotated[
+        Positive | None, Meta(description="Lower bound of the ratio; null is 1 / reject_upper.")
+    ] = None
+    reject_upper: Annotated[Positive | None, Meta(description="Upper bound of the ratio.")] = None
+    veto: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | None,
+        Meta(description="A sequence with a token whose ratio is below this is left out; 0 is off."),
+    ] = None
+    denominator: Annotated[
+        Literal["kept", "reduced"] | None,
+        Meta(description="Whether what is left out still counts where the loss is averaged."),
+    ] = None
+
+
+class ReferenceConfig(Section, frozen=True, kw_only=True):
+    update: Annotated[
+        Literal["fixed", "refreshed", "moving_average"],
+        Meta(description="The model the run began with, a copy of the policy now and then, or its moving average."),
+    ] = "fixed"
+    every: Annotated[int, Meta(ge=1, description="With refreshed: steps between two copies of the policy.")] = 1
+    decay: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)],
+        Meta(description="With moving_average: share of the old average in the new."),
+    ] = 0.99
+
+
+class CriticConfig(Section, frozen=True, kw_only=True):
+    path: Annotated[
+        str | None, Meta(description="Model the critic begins as, under a new value head; null takes model.path.")
+    ] = None
+    learning_rate: Annotated[float, Meta(ge=0, le=1, description="Peak learning rate of the critic's AdamW.")] = 1e-5
+    schedule: Annotated[Schedule, Meta(description="Course of its learning rate after warm-up.")] = "constant"
+    warmup_steps: Annotated[int, Meta(ge=0, description="Its optimizer steps of linear warm-up.")] = 0
+    min_learning_rate: Annotated[float, Meta(ge=0, description="Where its linear and cosine schedules end.")] = 0.0
+    weight_decay: Annotated[float, Meta(ge=0, description="As trainer.weight_decay, for the critic.")] = 0.0
+    max_grad_norm: Annotated[float, Meta(ge=0, description="As trainer.max_grad_norm, for the critic.")] = 1.0
+    value_clip: Annotated[
+        NonNegative,
+        Meta(description="Most that a value may move from the old one before its loss is clipped; 0 is off."),
+    ] = 0.2
+    only_steps: Annotated[int, Meta(ge=0, description="First training steps in which the critic alone learns.")] = 0

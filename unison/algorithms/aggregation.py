@@ -36,18 +36,21 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return kept.double().sum() / max(kept.numel(), 1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """Values [T] scaled to mean 0 and sample standard deviation (n - 1) 1 over mask [T]; 0 outside it.
+def masked_whiten(
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8, correction: int = 1
+) -> Tensor:
+    """Values [T] scaled to mean 0 and standard deviation 1 over mask [T]; 0 outside it.
 
-    (x - mean) / (std + epsilon), plus the mean again with ``shift_mean`` off. Equal values, or a single one,
-    have no spread: their scaled part is exactly 0. Computed in float64, returned in float32 or wider.
+    (x - mean) / (std + epsilon), plus the mean again with ``shift_mean`` off. The deviation divides by n - correction:
+    1 is that of a sample, 0 of a population. Equal values, or a single one, have no spread: their scaled part is
+    exactly 0. Computed in float64, returned in float32 or wider.
     """
     (kept,) = select(mask, values.double())
     mean = masked_mean(values, mask)
     if kept.numel() < 2 or bool(kept.max() == kept.min()):
         white = kept - kept
     else:
-        white = (kept - mean) / (kept.std(correction=1) + epsilon)
+        white = (kept - mean) / (kept.std(correction=correction) + epsilon)
     if not shift_mean:
         white = white + mean
     whole = torch.zeros_like(values, dtype=torch.float64).index_put((_chosen(mask),), white)

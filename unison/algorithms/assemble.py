@@ -39,6 +39,7 @@ FUNCTION_SETTINGS: Final = (
     "temperature_positive",
     "temperature_negative",
     "tau",
+    "baseline",
 )
 """Keys that reach the advantage or the loss, whichever takes a parameter of the name."""
 
@@ -190,6 +191,14 @@ def _coupled(algorithm: AlgorithmConfig, chosen: Mapping[str, Any], settings: Ma
                     f"algorithm.{key}={getattr(algorithm, key)!r} has no effect with normalize_std=false; leave it "
                     "out, or set normalize_std=true"
                 )
+    if settings.get("whiten") is False and "normalize_std" not in settings and algorithm.std is not None:
+        yield f"algorithm.std={algorithm.std!r} has no effect with whiten=false; leave it out, or set whiten=true"
+    tau_of_loss = "tau" in settings_of(find_loss(chosen["loss"]))
+    if settings.get("baseline") == "mean" and algorithm.tau is not None and not tau_of_loss:
+        yield (
+            f'algorithm.tau={algorithm.tau:g} has no effect with baseline="mean"; leave it out, or set '
+            'baseline="log_mean_exp"'
+        )
     if settings.get("clip_low") == 0 and settings.get("clip_high") == 0:
         yield (
             "algorithm.clip_low=0 and algorithm.clip_high=0 leave the ratio no room: a token whose log-prob has moved "

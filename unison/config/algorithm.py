@@ -98,6 +98,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Positive | None, Meta(description="Temperature of the soft gate where the advantage is negative.")
     ] = None
     tau: Annotated[Positive | None, Meta(description="Regularisation of the squared mirror-descent loss.")] = None
+    baseline: Annotated[
+        Literal["mean", "log_mean_exp"] | None,
+        Meta(description="Baseline of mirror descent: mean reward of the group, or tau ln mean exp(reward / tau)."),
+    ] = None
     entropy_coef: Annotated[NonNegative, Meta(description="Weight of the entropy bonus in the loss; 0 is off.")] = 0.0
     kl_coef: Annotated[NonNegative, Meta(description="Weight of the KL to the reference; 0 is off.")] = 0.0
     kl_in: Annotated[Literal["loss", "reward"] | None, Meta(description="Where the KL to the reference acts.")] = None

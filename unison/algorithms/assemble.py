@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, cast
 import msgspec
 from torch import Tensor
 
-from unison.algorithms.corrections import Correction, resolve_correction
+from unison.algorithms.correction_recipes import resolve_correction
+from unison.algorithms.corrections import Correction
 from unison.algorithms.kl import KlKind
 from unison.algorithms.losses.base import LossBatch, PolicyLoss
 from unison.algorithms.recipes import Recipe, find_recipe

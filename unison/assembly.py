@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from unison.algorithms.advantages import AdvantageEstimator, get_advantage
+from unison.algorithms.assemble import assemble
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
 from unison.core.sampling import SamplingParams
@@ -39,6 +39,7 @@ from unison.rollout.filters import GroupFilter, load_filter
 from unison.rollout.functions import load_rollout
 from unison.text.tokenizer import Tokenizer
 from unison.training.arithmetic import check_arithmetic
+from unison.training.build import build_trainer
 from unison.training.trainer import Trainer
 
 
@@ -68,7 +69,6 @@ class Parts:
     prompts: TrainingPrompts
     evaluation: EvaluationSets
     reward: WeightedReward
-    estimator: AdvantageEstimator
     group_filter: GroupFilter | None
     rollout_function: RolloutFunction | None
     hooks: Hooks
@@ -102,7 +102,7 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work."""
     check_arithmetic(config)
     check_trackers(config.log)
-    estimator = get_advantage(config.algorithm.name)
+    algorithm = assemble(config)
     group_filter = load_filter(config.rollout.filter)
     rollout_function = load_rollout(config.rollout.function, config.rollout.timeout_s)
     hooks = Hooks(config.run.hooks)
@@ -126,11 +126,10 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
         tokenizer=tokenizer,
         engine=engine,
         client=InProcessClient(engine),
-        trainer=_trainer(config, folder, choice, dump_dir),
+        trainer=build_trainer(config, algorithm, folder, choice, dump_dir),
         prompts=prompts,
         evaluation=evaluation,
         reward=reward,
-        estimator=estimator,
         group_filter=group_filter,
         rollout_function=rollout_function,
         hooks=hooks,
@@ -143,7 +142,7 @@ def check_plan(config: TrainConfig) -> None:
     """Raise what ``build_parts`` would raise before it looks at the model: names, options, rewards, data files."""
     check_arithmetic(config)
     check_trackers(config.log)
-    get_advantage(config.algorithm.name)
+    assemble(config)
     load_filter(config.rollout.filter)
     load_rollout(config.rollout.function, config.rollout.timeout_s)
     Hooks(config.run.hooks)
@@ -180,7 +179,7 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     set_threads(config.run.threads)
     folder = resolve_model(config.model.path)
     choice = choose_numerics(read_spec(read_config(folder)), config.model.dtype, config.model.numerics)
-    return TrainerParts(config, folder, choice, _trainer(config, folder, choice, None))
+    return TrainerParts(config, folder, choice, build_trainer(config, assemble(config), folder, choice, None))
 
 
 def _check_context(config: TrainConfig, spec: DecoderSpec, longest_prompt: int, evaluation: EvaluationSets) -> None:
@@ -244,20 +243,4 @@ def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer
         config=config.engine,
         tokenizer=tokenizer,
         end_ids=end_token_ids(folder, tokenizer.eos_token_id),
-    )
-
-
-def _trainer(config: TrainConfig, folder: Path, choice: NumericsChoice, dump_dir: Path | None) -> Trainer:
-    # The reference is a module of its own: weights swapped in and out would have to be proven equal each time.
-    reference = load_model(folder, choice.dtype) if config.algorithm.kl_coef > 0 else None
-    masters = load_model(folder, torch.float32)
-    model = load_model(folder, choice.dtype) if choice.dtype != torch.float32 else masters
-    return Trainer(
-        model,
-        {name: parameter.data for name, parameter in masters.named_parameters()},
-        path=choice.path,
-        config=config.trainer,
-        algorithm=config.algorithm,
-        reference=reference,
-        dump_dir=dump_dir,
     )

@@ -33,6 +33,7 @@ from unison.rewards.scoring import RewardReport, merge_reports, score
 from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
+from unison.rollout.greedy import without_greedy
 from unison.rollout.interruptible import stoppable
 from unison.rollout.summary import rollout_metrics
 from unison.run.batch import Batch, Digests, batch_accounts, check_exact, ledger_entry, step_accounts
@@ -47,7 +48,7 @@ from unison.run.wrap_up import (
     is_finished,
     numerics_of,
 )
-from unison.training.prepare import prepare_rows
+from unison.training.prepare import prepare_columns
 from unison.training.totals import StepTotals
 from unison.weights.push import push_weights
 
@@ -194,7 +195,7 @@ class Run:
             self._interruption.check()
             step, started = self.step + 1, time.perf_counter()
             batch, metrics = await self.rollout(step)
-            totals = self.update(batch)
+            totals = self.update(step, batch)
             metrics |= totals.metrics() | self.publish(step, totals)
             metrics |= step_accounts(self.parts, metrics, totals, time.perf_counter() - started)
             self.record(step, batch, totals)
@@ -224,8 +225,9 @@ class Run:
                 break
             tasks = tasks_of(self._pending) + self._draw(missing)
         self.parts.hooks.tell("on_samples", step, list(self._pending))
-        metrics = rollout_metrics(self._pending)
-        metrics |= reward_metrics(self._pending, merge_reports(reports), self.parts.reward)
+        samples = without_greedy(self._pending)
+        metrics = rollout_metrics(samples)
+        metrics |= reward_metrics(samples, merge_reports(reports), self.parts.reward)
         metrics["rollout/seconds"] = seconds
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(seconds, 1e-9)
         metrics["rollout/filtered_groups"] = float(len(filtered))
@@ -249,14 +251,12 @@ class Run:
             )
         return report
 
-    def update(self, batch: Batch) -> StepTotals:
-        """One optimizer step; under exact numerics the trainer must find the rollout's very log-probs."""
-        batch.kept, batch.advantages, batch.rows = prepare_rows(
-            batch.samples, self.parts.estimator, self.config.algorithm, batch.filtered
-        )
+    def update(self, step: int, batch: Batch) -> StepTotals:
+        """The optimizer steps; under exact numerics the trainer must find the rollout's very log-probs."""
         trainer = self.parts.trainer
+        batch.kept, batch.columns = prepare_columns(batch.samples, trainer.algorithm.truncated, batch.filtered)
         is_first = trainer.num_steps == 0
-        totals = trainer.step(batch.rows, on_progress=self._trained, before_update=self._before_update)
+        totals = trainer.step(batch.columns, step, on_progress=self._trained, before_update=self._before_update)
         fault_point("loop.updated")
         if self.parts.numerics.path.name == "exact":
             check_exact(totals, is_first)
@@ -268,7 +268,7 @@ class Run:
         if totals.updated:
             commit = push_weights(self.parts.engine.weights, self.parts.trainer.published(), step)
             self._weights_digest = commit.checksum
-        else:
+        elif not totals.critic_updated:
             self._progress.print(f"note: step {step}: no token was left to train on; the weights stay as they are")
         return {
             "weights/version": float(self.parts.engine.weights.version),
@@ -285,7 +285,7 @@ class Run:
         entry = ledger_entry(self.parts, step, batch, groups, totals, draws=self._pending_draws, digests=digests)
         self.folder.append_ledger(msgspec.json.encode(entry))
         count = self.config.log.rollouts_per_step
-        values = batch.advantages[:count].tolist() if batch.advantages is not None else []
+        values = batch.columns.mean_advantages()[:count] if batch.columns is not None else []
         self.folder.write_rollouts(step, batch.kept[:count], values, self._decode)
         self.step, self._pending, self._pending_draws = step, [], []
         self._is_clean = True
@@ -449,7 +449,8 @@ class Run:
 
     async def _collect(self, tasks: Sequence[PromptTask]) -> None:
         """Bring pending samples to their end, and draw those of new tasks; what an interruption leaves is pending."""
-        num_done, total = 0, len(tasks) * self.parts.sampling.n
+        with_greedy = "greedy" in self.parts.trainer.algorithm.uses
+        num_done, total = 0, len(tasks) * (self.parts.sampling.n + with_greedy)
 
         def count(sample: Sample) -> None:
             nonlocal num_done
@@ -466,12 +467,15 @@ class Run:
                 on_sample=count,
                 earlier=self._pending,
                 function=self.parts.rollout_function,
+                with_greedy=with_greedy,
             )
         self._interruption.check()
 
     def _trained(self, done: int, total: int) -> None:
         fault_point("loop.micro_batch")
-        self._interruption.check()
+        if self._is_clean:
+            # Between the optimizer steps of a rollout there is no state to save: the rest of them is taken first.
+            self._interruption.check()
         self._progress.update("training", done, total)
 
     def _before_update(self) -> None:

@@ -1,4 +1,4 @@
-"""From ``[algorithm]`` and its neighbours to the functions of a run, every setting filled in and none without effect."""
+"""From ``[algorithm]`` and its neighbours to the functions of a run: every setting filled in, none without effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, cast
 import msgspec
 from torch import Tensor
 
-from unison.algorithms.corrections import Correction, resolve_correction
+from unison.algorithms.correction_recipes import resolve_correction
+from unison.algorithms.corrections import Correction
 from unison.algorithms.kl import KlKind
 from unison.algorithms.losses.base import LossBatch, PolicyLoss
 from unison.algorithms.recipes import Recipe, find_recipe
@@ -177,8 +178,8 @@ def _without_taker(
         takers = takers_of(key)
         hint = f" (these take it: {', '.join(takers)})" if takers else ""
         yield (
-            f"algorithm.{'options.' if own else ''}{key}={value!r} has no effect: neither the advantage {advantage} nor "
-            f"the loss {loss} takes it{hint}; leave it out"
+            f"algorithm.{'options.' if own else ''}{key}={value!r} has no effect: neither the advantage {advantage} "
+            f"nor the loss {loss} takes it{hint}; leave it out"
         )
 
 

@@ -48,6 +48,10 @@ class NumericsError(UnisonError, RuntimeError):
     """Exact numerics were asked for and this machine or model cannot give them."""
 
 
+class AlgorithmError(UnisonError, RuntimeError):
+    """An advantage estimator or a policy loss that returned what nothing can be learnt from."""
+
+
 class EvaluationError(UnisonError, RuntimeError):
     """An evaluation that says nothing: the weights changed during it, or its file is damaged."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from unison.observability.mismatch_metrics import MISMATCH
 from unison.observability.registry import Metric, MetricRegistry, render_page
 
 
@@ -440,7 +441,9 @@ _EVAL_TIMES: Final = (
     _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
 )
 
-METRICS: Final[MetricRegistry] = MetricRegistry((*_ROLLOUT, *_TRAIN, *_SYSTEM, *_EVAL, *_EVAL_SETS, *_EVAL_TIMES))
+METRICS: Final[MetricRegistry] = MetricRegistry(
+    (*_ROLLOUT, *_TRAIN, *MISMATCH, *_SYSTEM, *_EVAL, *_EVAL_SETS, *_EVAL_TIMES)
+)
 """The registry that sinks check against. A plug-in adds its own metrics with ``METRICS.register``."""
 
 

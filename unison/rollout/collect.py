@@ -20,6 +20,7 @@ from unison.core.records import (
 )
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed, derive_seed
+from unison.rollout.greedy import greedy_id
 
 STATUS_OF: dict[FinishReason, SampleStatus] = {
     "stop": SampleStatus.COMPLETED,
@@ -54,6 +55,7 @@ async def collect(
     on_sample: Callable[[Sample], None] | None = None,
     earlier: Sequence[Sample] = (),
     function: RolloutFunction | None = None,
+    with_greedy: bool = False,
 ) -> list[Sample]:
     """``sampling.n`` samples of each task, in the order of tasks and copies; all share one group per task.
 
@@ -64,22 +66,24 @@ async def collect(
     ``earlier`` are samples of an interrupted call with the same arguments: finished ones are taken as they are, begun
     ones go on after their last token. Where the client itself is interrupted (RolloutInterrupted), the samples it did
     not finish are returned as pending, with what they had come to. ``function`` brings a sample about in place of a
-    single answer; one that was interrupted begins anew. Raises DataError where it fails or breaks its rules.
+    single answer; one that was interrupted begins anew. ``with_greedy`` adds one greedy sample to each group, at its
+    end (see ``unison.rollout.greedy``). Raises DataError where it fails or breaks its rules.
     """
     known: dict[str, list[Sample]] = {}
     for sample in earlier:
         known.setdefault(sample.trajectory_id, []).append(sample)
 
     async def draw(task: PromptTask, copy: int) -> list[Sample]:
-        sample = _new_sample(task, copy, sampling, run_seed)
+        settings = sampling if copy < sampling.n else replace(sampling, temperature=0.0)
+        sample = _new_sample(task, copy, settings, run_seed)
         found = known.get(sample.sample_id, [])
         if found and all(one.status is not SampleStatus.PENDING for one in found):
             drawn = found
         elif function is None:
-            drawn = [await _single_answer(client, sample, sampling, found[0] if found else None)]
+            drawn = [await _single_answer(client, sample, settings, found[0] if found else None)]
         else:
-            fresh = _new_sample(task, copy, sampling, run_seed)
-            drawn = await _by_function(client, function, task, sampling, sample, fresh)
+            fresh = _new_sample(task, copy, settings, run_seed)
+            drawn = await _by_function(client, function, task, settings, sample, fresh)
         if on_sample is not None:
             for one in drawn:
                 on_sample(one)
@@ -88,7 +92,7 @@ async def collect(
     _check_keys(tasks)
     try:
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(draw(task, k)) for task in tasks for k in range(sampling.n)]
+            running = [group.create_task(draw(task, k)) for task in tasks for k in range(sampling.n + with_greedy)]
     except BaseExceptionGroup as errors:
         # Whoever awaits a rollout wants the typed error; a traceback still shows all of them.
         raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
@@ -252,7 +256,7 @@ def _check_keys(tasks: Sequence[PromptTask]) -> None:
 
 
 def _new_sample(task: PromptTask, copy: int, sampling: SamplingParams, run_seed: int) -> Sample:
-    name = f"{task.key}/{copy}"
+    name = f"{task.key}/{copy}" if copy < sampling.n else greedy_id(task.key)
     seed = copy_seed(derive_seed(run_seed, task.key), copy)
     metadata: Mapping[str, Any] = task.metadata
     sample = Sample(

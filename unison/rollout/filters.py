@@ -10,6 +10,7 @@ import numpy as np
 from unison.core.errors import ConfigError, DataError
 from unison.core.records import Sample
 from unison.rewards.plugins import Registry
+from unison.rollout.greedy import without_greedy
 
 GroupFilter = Callable[[Sequence[Sample]], Any]
 """``(group) -> bool | str``: True keeps it; False, or a text that says why, discards it."""
@@ -49,7 +50,7 @@ def discarded_groups(samples: Sequence[Sample], keep: GroupFilter | None) -> dic
     if keep is None:
         return {}
     groups: dict[str, list[Sample]] = {}
-    for sample in samples:
+    for sample in without_greedy(samples):
         groups.setdefault(sample.group_id, []).append(sample)
     verdicts = {group_id: _verdict(keep, group_id, group) for group_id, group in groups.items()}
     return {group_id: reason for group_id, reason in verdicts.items() if reason is not None}

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from unison.assembly import Parts
 from unison.core.errors import NumericsError
 from unison.core.records import Sample
+from unison.rollout.greedy import without_greedy
 from unison.rollout.ledger import GroupAccount, LedgerEntry, group_accounts
 from unison.run.wrap_up import peak_memory_bytes
-from unison.training.rows import TrainingRow
+from unison.training.columns import TokenColumns
 from unison.training.totals import StepTotals
 
 _MAX_CURSOR_CHARS = 4096
@@ -27,8 +26,7 @@ class Batch:
     filtered: dict[str, str]
     """Groups the filter discarded, with its reasons."""
     kept: list[Sample] = field(default_factory=list)
-    advantages: Tensor | None = None
-    rows: list[TrainingRow] = field(default_factory=list)
+    columns: TokenColumns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,10 @@ class Digests:
 
 def batch_accounts(batch: Batch, totals: StepTotals) -> dict[str, GroupAccount]:
     """What became of each prompt of a batch, once the step is done."""
-    trained = {row.sample_id for row in batch.rows if row.is_trained} if totals.updated else set()
-    return group_accounts(batch.samples, trained, batch.filtered)
+    has_learnt = totals.updated or totals.critic_updated
+    rows = batch.columns.rows if batch.columns is not None and has_learnt else []
+    trained = {row.sample_id for row in rows if row.is_trained}
+    return group_accounts(without_greedy(batch.samples), trained, batch.filtered)
 
 
 def ledger_entry(
@@ -66,7 +66,7 @@ def ledger_entry(
         draws=draws,
         groups=groups,
         filtered=list(batch.filtered),
-        reward_sum=sum(sample.reward for sample in batch.samples if sample.reward is not None),
+        reward_sum=sum(sample.reward for sample in without_greedy(batch.samples) if sample.reward is not None),
         loss=totals.loss,
         grad_norm=totals.grad_norm,
         optimizer_steps=parts.trainer.num_steps,
@@ -85,15 +85,16 @@ def check_exact(totals: StepTotals, is_first: bool) -> None:
             f"exact numerics was broken: log-probs of rollout and training differ by up to {totals.logp_diff_max:.3g}; "
             "run `unison check exactness` on this model, and use model.numerics=fast to go on without the promise"
         )
-    if is_first and totals.kl_sum:
+    if is_first and totals.first_reference_diff != 0:
         raise NumericsError(
-            f"exact numerics was broken: the KL to the reference is {totals.kl_sum:.3g} before the first update, not 0"
+            "exact numerics was broken: before the first update log-probs of policy and reference differ by up to "
+            f"{totals.first_reference_diff:.3g}, not 0"
         )
 
 
 def step_accounts(parts: Parts, metrics: Mapping[str, float], totals: StepTotals, seconds: float) -> dict[str, float]:
     """Where a step's time and memory went."""
-    busy = metrics["rollout/seconds"] + totals.forward_s + totals.backward_s
+    busy = metrics["rollout/seconds"] + totals.pass_s + totals.forward_s + totals.backward_s + totals.critic_s
     return {
         "step/seconds": seconds,
         "step/other_share": max(0.0, 1 - busy / seconds),

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from torch import Tensor
 
-from unison.algorithms.advantages import get_advantage
 from unison.assembly import TrainerParts, build_trainer_parts
 from unison.checkpoint.find import find
 from unison.checkpoint.load import Loaded, load
@@ -22,9 +22,12 @@ from unison.core.records import Sample
 from unison.core.wire import decode_samples
 from unison.observability.run_folder import RunFolder
 from unison.rollout.ledger import LedgerEntry, read_ledger
-from unison.training.prepare import prepare_rows
+from unison.training.prepare import prepare_columns
 from unison.training.totals import StepTotals
 from unison.weights.checksum import tensors_digest
+
+_OF_TRAINING: Final = ("trainer", "algorithm", "correction", "reference", "critic", "rollout")
+"""Sections that decide what a step makes of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +84,14 @@ class Replay:
         entry = self._entries[step]
         self._configure(config_of_step(self.run, step))
         samples = read_samples(self.folder, entry)
-        algorithm = self._config.algorithm
-        estimator = get_advantage(algorithm.name)
-        _, _, rows = prepare_rows(samples, estimator, algorithm, set(entry.filtered))
-        totals = self.parts.trainer.step(rows)
+        trainer = self.parts.trainer
+        _, columns = prepare_columns(samples, trainer.algorithm.truncated, set(entry.filtered))
+        totals = trainer.step(columns, step)
         self.step = step
         return ReplayedStep(entry, totals, tensors_digest(self.parts.trainer.published()))
 
     def _configure(self, config: TrainConfig) -> None:
-        if (config.trainer, config.algorithm) == (self._config.trainer, self._config.algorithm):
+        if all(getattr(config, name) == getattr(self._config, name) for name in _OF_TRAINING):
             return
         old = self.parts.trainer
         tensors = {group: dict(members) for group, members in old.state_tensors().items()}

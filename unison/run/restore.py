@@ -137,7 +137,7 @@ def restore(parts: Parts, start: Start, base_digest: str) -> None:
             f"the model at {parts.config.model.path} is not the one the run began from: its weights have the digest "
             f"{base_digest[:16]}, the run's {state.base_digest[:16]}; bring the files of then back"
         )
-    parts.trainer.load_state(start.tensors, state.optimizer_steps)
+    start.notes += parts.trainer.load_state(start.tensors, state.optimizer_steps)
     start.tensors = {}
     published = parts.trainer.published()
     digest = tensors_digest(published)

@@ -21,7 +21,7 @@ def introduction(parts: Parts, folder: Path) -> list[str]:
         *(f"note: {note}" for note in parts.notes),
         f"model {config.model.path} ({spec.family}, {spec.num_parameters() / 1e6:.1f} M parameters), "
         f"{parts.numerics.dtype_name}, numerics {parts.numerics.path.name}, seed {config.run.seed}",
-        *(f"  {line}" for line in arithmetic.describe()),
+        *(f"  {line}" for line in [*arithmetic.describe(), *parts.trainer.algorithm.describe()]),
         f"run folder {folder}",
     ]
 

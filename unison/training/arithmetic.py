@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from unison.algorithms.policy_loss import MAX_LOG_RATIO
-from unison.config.schema import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig, TrainerConfig
+from unison.config.algorithm import CriticConfig
+from unison.config.schema import EngineConfig, RolloutConfig, TrainConfig, TrainerConfig
 from unison.core.errors import ConfigError
+from unison.training.mini_batches import num_mini_batches, optimizer_steps, optimizer_steps_per_rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class BatchArithmetic:
     max_prompt_tokens: int
     max_response_tokens: int
     micro_batch_tokens: int
+    epochs: int
+    mini_batches: int
+    optimizer_steps: int
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> BatchArithmetic:
@@ -35,6 +39,9 @@ class BatchArithmetic:
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_new_tokens,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
+            epochs=config.trainer.epochs,
+            mini_batches=num_mini_batches(config),
+            optimizer_steps=optimizer_steps(config),
         )
 
     @property
@@ -74,7 +81,11 @@ class BatchArithmetic:
             f"of which {self.max_response_tokens_per_step:,} responses",
             f"micro-batches  of {self.micro_batch_tokens:,} tokens{alone}; "
             f"about {self.micro_batches_estimate:,} a step if every response is full, prompts on top",
-            f"optimizer      1 step per rollout = {self.steps:,} in all{warmup}",
+            f"optimizer      {_count(self.epochs, 'pass', 'passes')} x "
+            f"{_count(self.mini_batches, 'mini-batch', 'mini-batches')} of "
+            f"{self.samples_per_step // self.mini_batches:,} samples = "
+            f"{_count(self.epochs * self.mini_batches, 'step', 'steps')} per rollout, "
+            f"{self.optimizer_steps:,} in all{warmup}",
         ]
 
 
@@ -82,13 +93,18 @@ def check_arithmetic(config: TrainConfig) -> None:
     """Raises one ConfigError naming every group of settings that do not fit together, with values and fix."""
     problems = [
         *_not_finite(config),
-        *_rollout_problems(config.rollout, config.algorithm),
+        *_rollout_problems(config.rollout),
         *_capacity_problems(config.rollout, config.engine, config.trainer),
-        *_schedule_problems(config.trainer),
-        *_algorithm_problems(config.algorithm),
+        *_mini_batch_problems(config),
+        *_schedule_problems("trainer", config.trainer, optimizer_steps(config)),
+        *_schedule_problems("critic", config.critic, config.trainer.steps * optimizer_steps_per_rollout(config)),
     ]
     if problems:
         raise ConfigError("settings that do not fit together:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def _not_finite(config: TrainConfig) -> Iterator[str]:
@@ -100,12 +116,7 @@ def _not_finite(config: TrainConfig) -> Iterator[str]:
                 yield f"{section.name}.{field.name}={value} must be a finite number"
 
 
-def _rollout_problems(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.name == "grpo" and rollout.samples_per_prompt == 1:
-        yield (
-            "rollout.samples_per_prompt=1 with algorithm.name='grpo': a group of one has no contrast, so nothing "
-            "would be learnt; use at least 2"
-        )
+def _rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
     if rollout.allow_filtered_sampling:
         return
     for name, value, neutral in (
@@ -140,39 +151,59 @@ def _capacity_problems(rollout: RolloutConfig, engine: EngineConfig, trainer: Tr
         )
 
 
-def _schedule_problems(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.warmup_steps > trainer.steps:
+def _mini_batch_problems(config: TrainConfig) -> Iterator[str]:
+    trainer, samples = config.trainer, config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    how = (
+        f"rollout.prompts_per_step={config.rollout.prompts_per_step} x rollout.samples_per_prompt="
+        f"{config.rollout.samples_per_prompt} = {samples} samples"
+    )
+    if trainer.batch_samples > samples:
+        yield f"trainer.batch_samples={trainer.batch_samples} is more than {how}; lower it, or draw more"
+    elif trainer.batch_samples and samples % trainer.batch_samples:
         yield (
-            f"trainer.warmup_steps={trainer.warmup_steps} is above trainer.steps={trainer.steps}: the peak would "
-            "never be reached; lower the first or raise the second"
+            f"trainer.batch_samples={trainer.batch_samples} does not divide {how}; use "
+            f"{_nearest_divisor(samples, trainer.batch_samples)}, or other numbers"
         )
-    if trainer.min_learning_rate > trainer.learning_rate:
+    if trainer.mini_batches and samples % trainer.mini_batches:
         yield (
-            f"trainer.min_learning_rate={trainer.min_learning_rate} is above trainer.learning_rate="
-            f"{trainer.learning_rate}; lower the first or raise the second"
+            f"trainer.mini_batches={trainer.mini_batches} does not divide {how}; use "
+            f"{_nearest_divisor(samples, trainer.mini_batches)}, or other numbers"
         )
-    if trainer.schedule == "constant" and trainer.min_learning_rate > 0:
+    if trainer.mini_batches and trainer.batch_samples and trainer.mini_batches * trainer.batch_samples != samples:
         yield (
-            f"trainer.min_learning_rate={trainer.min_learning_rate} has no effect with trainer.schedule='constant'; "
-            "use linear or cosine, or leave it out"
+            f"trainer.mini_batches={trainer.mini_batches} x trainer.batch_samples={trainer.batch_samples} = "
+            f"{trainer.mini_batches * trainer.batch_samples} is not {how}; leave one of the two out"
+        )
+    if trainer.shuffle_samples and num_mini_batches(config) == 1:
+        yield (
+            "trainer.shuffle_samples=true has no effect with a single mini-batch, which holds all samples; set "
+            "trainer.mini_batches or trainer.batch_samples, or leave it out"
+        )
+    if config.critic.only_steps > 0 and config.critic.only_steps >= trainer.steps > 0:
+        yield (
+            f"critic.only_steps={config.critic.only_steps} leaves none of trainer.steps={trainer.steps} to the policy; "
+            "lower the first or raise the second"
         )
 
 
-def _algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    cap = math.exp(MAX_LOG_RATIO)
-    if algorithm.clip_high > cap - 1:
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - wanted), n))
+
+
+def _schedule_problems(section: str, settings: TrainerConfig | CriticConfig, total_steps: int) -> Iterator[str]:
+    if settings.warmup_steps > total_steps:
         yield (
-            f"algorithm.clip_high={algorithm.clip_high:g} has no effect: the ratio is capped at e^{MAX_LOG_RATIO:g} = "
-            f"{cap:.3g} anyway; use a value like 0.28"
+            f"{section}.warmup_steps={settings.warmup_steps} is above the {total_steps} optimizer steps that "
+            "trainer.steps, epochs and mini-batches make: the peak would never be reached; lower it, or raise "
+            "trainer.steps"
         )
-    if algorithm.clip_low == 0 and algorithm.clip_high == 0:
+    if settings.min_learning_rate > settings.learning_rate:
         yield (
-            "algorithm.clip_low=0 and algorithm.clip_high=0 leave the ratio no room: a token whose log-prob has moved "
-            "at all in the direction of its advantage is not trained; use values like 0.2 and 0.28"
+            f"{section}.min_learning_rate={settings.min_learning_rate} is above {section}.learning_rate="
+            f"{settings.learning_rate}; lower the first or raise the second"
         )
-    default_epsilon = AlgorithmConfig().std_epsilon
-    if not algorithm.normalize_std and algorithm.std_epsilon != default_epsilon:
+    if settings.schedule == "constant" and settings.min_learning_rate > 0:
         yield (
-            f"algorithm.std_epsilon={algorithm.std_epsilon} has no effect with algorithm.normalize_std=false; "
-            "leave it out, or set normalize_std=true"
+            f"{section}.min_learning_rate={settings.min_learning_rate} has no effect with "
+            f"{section}.schedule='constant'; use linear or cosine, or leave it out"
         )

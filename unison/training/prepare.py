@@ -1,27 +1,24 @@
-"""From scored samples to the rows of an optimizer step: the same function in a run and in its replay."""
+"""From scored samples to the columns of a training step: the same function in a run and in its replay."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
-from torch import Tensor
-
-from unison.algorithms.advantages import AdvantageEstimator
-from unison.config.schema import AlgorithmConfig
 from unison.core.records import Sample
-from unison.training.rows import TrainingRow, build_rows, reward_columns
+from unison.rollout.greedy import is_greedy
+from unison.training.columns import TokenColumns
+from unison.training.rows import build_rows
 
 
-def prepare_rows(
-    samples: Sequence[Sample],
-    estimator: AdvantageEstimator,
-    algorithm: AlgorithmConfig,
-    discarded: Collection[str] = (),
-) -> tuple[list[Sample], Tensor, list[TrainingRow]]:
-    """(samples kept, their advantages [N], their rows); the groups in ``discarded`` are left out altogether."""
-    kept = [sample for sample in samples if sample.group_id not in discarded]
-    rewards, group_ids, valid = reward_columns(kept)
-    advantages = estimator(
-        rewards, group_ids, valid, normalize_std=algorithm.normalize_std, epsilon=algorithm.std_epsilon
-    )
-    return kept, advantages, build_rows(kept, advantages, algorithm.truncated)
+def prepare_columns(
+    samples: Sequence[Sample], truncated: Literal["mask", "keep"], discarded: Collection[str] = ()
+) -> tuple[list[Sample], TokenColumns]:
+    """(samples kept, their columns). Groups in ``discarded`` are left out altogether; greedy answers are baselines."""
+    kept = [sample for sample in samples if sample.group_id not in discarded and not is_greedy(sample)]
+    baselines = {
+        sample.group_id: float(sample.reward)
+        for sample in samples
+        if is_greedy(sample) and sample.scorable() and sample.reward is not None
+    }
+    return kept, TokenColumns.of(build_rows(kept, truncated, baselines))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from unison.core.errors import ConfigError, DataError
-from unison.core.records import Provenance, Sample, SampleStatus
+from unison.core.errors import ConfigError, DataError, RewardError
+from unison.core.records import MAX_ABS_REWARD, Provenance, Sample, SampleStatus
 
 TruncatedRule = Literal["mask", "keep"]
 
@@ -22,17 +19,37 @@ class TrainingRow:
 
     sample_id: str
     group_id: str
+    trajectory_id: str
     token_ids: list[int]
     """Exactly the ids sampled, never re-encoded text."""
+    sampled: list[bool]
+    """The policy wrote this token."""
     loss_weight: list[float]
     """Weight of each token *as a target* (its log-prob comes from the logits one place before): 1 where the
     policy sampled it, 0 elsewhere; all 0 for a sample that is left out of the loss."""
-    old_logprobs: list[float]
+    rollout_logprobs: list[float]
     """Log-probs as sampled, at ``temperature``; NaN where the policy did not write the token."""
-    advantage: float
     temperature: float
     """What logits are divided by: the sampling temperature, or 1 for a greedy sample (its `scaled` log-probs
     are those of temperature 1)."""
+    reward: float = math.nan
+    """The final reward; NaN where the sample has none that counts."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Rewards given before the end, by the position of the last token before the turn's end that the policy wrote."""
+    truncated: bool = False
+    baseline: float | None = None
+    """Reward of the greedy answer to the same prompt, where one was drawn."""
+
+    @property
+    def is_valid(self) -> bool:
+        """It has a reward that counts in its group."""
+        return not math.isnan(self.reward)
+
+    @property
+    def response(self) -> tuple[int, int]:
+        """Positions [start, end) from the first to the last token that the policy wrote; (0, 0) where it wrote none."""
+        places = [place for place, written in enumerate(self.sampled) if written]
+        return (places[0], places[-1] + 1) if places else (0, 0)
 
     @property
     def weight_sum(self) -> float:
@@ -55,43 +72,19 @@ class LengthStatistics:
     """Over completed samples only (not truncated, aborted or failed ones)."""
 
 
-def build_rows(samples: Sequence[Sample], advantages: Tensor, truncated: TruncatedRule) -> list[TrainingRow]:
-    """One row per sample, in order. ``advantages`` [N] as an estimator returned them.
+def build_rows(
+    samples: Sequence[Sample], truncated: TruncatedRule, baselines: Mapping[str, float] | None = None
+) -> list[TrainingRow]:
+    """One row per sample, in order. ``baselines`` are rewards of greedy answers by group.
 
     A sample without a usable reward (unscorable, aborted, failed) has weight 0 throughout, and so has a
-    truncated one under ``truncated="mask"``; its reward has still counted in its group. Whether anything is
-    left to train says ``loss_denominator``. Raises DataError for samples that must never reach a loss:
-    unfinished ones, broken columns, log-probs that are not those of logits / temperature, sampling settings
-    that the loss does not replay.
+    truncated one under ``truncated="mask"``; its reward has still counted in its group. Raises DataError for samples
+    that must never reach a loss: unfinished ones, broken columns, log-probs that are not those of logits / temperature,
+    sampling settings that the loss does not replay.
     """
-    if advantages.shape != (len(samples),):
-        raise ValueError(f"advantages have shape {tuple(advantages.shape)}, {len(samples)} samples need one each")
     if truncated not in ("mask", "keep"):
         raise ConfigError(f"algorithm.truncated={truncated!r} is unknown; use 'mask' or 'keep'")
-    values: list[float] = advantages.detach().double().tolist()
-    return [_build_row(sample, value, truncated) for sample, value in zip(samples, values, strict=True)]
-
-
-def loss_denominator(rows: Sequence[TrainingRow]) -> float:
-    """Sum of all loss weights of the *global* batch, which every token's loss is divided by.
-
-    0.0 means that nothing is trained: the step must be skipped, and said to be.
-    """
-    return math.fsum(weight for row in rows for weight in row.loss_weight)
-
-
-def reward_columns(samples: Sequence[Sample]) -> tuple[Tensor, list[str], Tensor]:
-    """(rewards [N] float64, group ids, valid [N] bool): what an advantage estimator takes.
-
-    Valid are completed and truncated samples with a reward; the others have reward NaN.
-    """
-    valid = [sample.scorable() for sample in samples]
-    rewards = [math.nan if sample.reward is None else float(sample.reward) for sample in samples]
-    return (
-        torch.tensor(rewards, dtype=torch.float64),
-        [sample.group_id for sample in samples],
-        torch.tensor(valid, dtype=torch.bool),
-    )
+    return [_build_row(sample, truncated, (baselines or {}).get(sample.group_id)) for sample in samples]
 
 
 def length_statistics(samples: Sequence[Sample]) -> LengthStatistics:
@@ -105,24 +98,52 @@ def length_statistics(samples: Sequence[Sample]) -> LengthStatistics:
     )
 
 
-def _build_row(sample: Sample, advantage: float, truncated: TruncatedRule) -> TrainingRow:
-    _check_sample(sample, advantage)
+def _build_row(sample: Sample, truncated: TruncatedRule, baseline: float | None) -> TrainingRow:
+    _check_sample(sample)
     left_out = not sample.scorable() or (sample.status is SampleStatus.TRUNCATED and truncated == "mask")
     weight = 0.0 if left_out else 1.0
     row = TrainingRow(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
+        trajectory_id=sample.trajectory_id,
         token_ids=list(sample.token_ids),
+        sampled=[who is Provenance.SAMPLED for who in sample.provenance],
         loss_weight=[weight if who is Provenance.SAMPLED else 0.0 for who in sample.provenance],
-        old_logprobs=list(sample.logprobs),
-        advantage=advantage,
+        rollout_logprobs=list(sample.logprobs),
         temperature=sample.sampling.temperature or 1.0,
+        reward=float(sample.reward) if sample.scorable() and sample.reward is not None else math.nan,
+        turn_rewards=_turn_rewards(sample) if sample.scorable() else {},
+        truncated=sample.status is SampleStatus.TRUNCATED,
+        baseline=baseline,
     )
     _check_trained_tokens(row)
     return row
 
 
-def _check_sample(sample: Sample, advantage: float) -> None:
+def _turn_rewards(sample: Sample) -> dict[int, float]:
+    """Each turn's reward at the last token before the turn's end that the policy wrote, which it is credited to."""
+    if not sample.turn_rewards:
+        return {}
+    if len(sample.turn_rewards) != len(sample.turns):
+        raise DataError(
+            f"sample {sample.sample_id} has {len(sample.turn_rewards)} turn rewards for {len(sample.turns)} turns; "
+            "give one for each turn, None where there is none"
+        )
+    found: dict[int, float] = {}
+    for turn, reward in zip(sample.turns, sample.turn_rewards, strict=True):
+        if reward is None:
+            continue
+        places = [place for place in range(turn.end) if sample.provenance[place] is Provenance.SAMPLED]
+        if not places or not abs(reward) <= MAX_ABS_REWARD:
+            raise DataError(
+                f"sample {sample.sample_id}: the turn that ends at token {turn.end} has reward {reward}, "
+                + ("before the policy wrote anything" if not places else "which cannot be averaged")
+            )
+        found[places[-1]] = found.get(places[-1], 0.0) + float(reward)
+    return found
+
+
+def _check_sample(sample: Sample) -> None:
     if sample.status is SampleStatus.PENDING:
         raise DataError(f"sample {sample.sample_id} is still pending; only finished samples can be trained on")
     if not len(sample.token_ids) == len(sample.provenance) == len(sample.logprobs):
@@ -140,13 +161,16 @@ def _check_sample(sample: Sample, advantage: float) -> None:
             f"sample {sample.sample_id} was sampled with penalties, bias, masks, min_new_tokens, min_p or forced_ids, "
             "which the loss does not replay; leave them neutral in rollouts to be trained on"
         )
-    if not math.isfinite(advantage):
-        raise DataError(f"sample {sample.sample_id} has advantage {advantage}; an estimator must return finite numbers")
+    if sample.scorable() and sample.reward is not None and not abs(sample.reward) <= MAX_ABS_REWARD:
+        raise RewardError(
+            f"sample {sample.sample_id} has reward {sample.reward}, which cannot be averaged; mark it unscorable, or "
+            "return a finite number of ordinary size"
+        )
 
 
 def _check_trained_tokens(row: TrainingRow) -> None:
     if row.loss_weight and row.loss_weight[0] != 0:
         raise DataError(f"sample {row.sample_id} begins with a sampled token, which no logits predict; give a prompt")
-    for position, (weight, logprob) in enumerate(zip(row.loss_weight, row.old_logprobs, strict=True)):
+    for position, (weight, logprob) in enumerate(zip(row.loss_weight, row.rollout_logprobs, strict=True)):
         if weight != 0 and not math.isfinite(logprob):
             raise DataError(f"sample {row.sample_id}: the sampled token at position {position} has log-prob {logprob}")

@@ -1,40 +1,60 @@
-"""One optimizer step from the rows of one rollout."""
+"""The training step: from the columns of one rollout to optimizer steps of the policy, and of a critic."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from unison.algorithms.aggregation import token_sum
-from unison.algorithms.kl import kl_estimate
-from unison.algorithms.policy_loss import clipped_policy_loss
-from unison.config.schema import AlgorithmConfig, TrainerConfig
-from unison.core.errors import CheckpointError, NonFiniteError
+from unison.algorithms.aggregation import token_weights
+from unison.algorithms.assemble import Algorithm
+from unison.algorithms.kl import kl_estimate, ratio_weighted_kl
+from unison.algorithms.losses.base import LossBatch, PolicyLoss
+from unison.config.schema import TrainerConfig
+from unison.core.errors import AlgorithmError, NonFiniteError
 from unison.models.decoder import Decoder
 from unison.models.names import published_tensors
 from unison.ops.padding import NumericsPath
-from unison.ops.vocab import token_logprobs
 from unison.training.batch import MicroBatch, micro_batches
+from unison.training.columns import TokenColumns
+from unison.training.critic import Critic, CriticTotals
 from unison.training.dump import dump_rows
+from unison.training.estimate import apply_correction, estimate
+from unison.training.kl_coefficient import KlCoefficient
+from unison.training.learner import Learner, OptimizerSettings
 from unison.training.masters import MasterWeights
-from unison.training.rows import TrainingRow, loss_denominator
-from unison.training.schedule import learning_rate
+from unison.training.mini_batches import cut_mini_batches, shuffle_seed
+from unison.training.packing import pack_micro_batches
+from unison.training.passes import chosen_logprobs, logprob_column
+from unison.training.reference import Reference
 from unison.training.totals import StepTotals
 
-MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps for each parameter."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a rollout becomes optimizer steps."""
+
+    epochs: int = 1
+    mini_batches: int = 1
+    shuffle: bool = False
+    run_seed: int = 0
+    critic_only_steps: int = 0
+    total_steps: int = 0
+    """Optimizer steps of the policy in the whole run: its schedule ends there."""
 
 
 class Trainer:
-    """Owns the policy being trained: model, float32 masters, AdamW, and the fixed reference.
+    """Owns what is trained: the policy, the reference it is held to, and a critic where the algorithm has one.
 
-    ``step`` either takes one whole optimizer step or raises and leaves every weight as it was.
+    ``step`` takes all optimizer steps of one rollout. Until its first update it leaves every weight as it was, whatever
+    happens; afterwards an error leaves the weights of the last complete optimizer step.
     """
 
     def __init__(
@@ -44,217 +64,321 @@ class Trainer:
         *,
         path: NumericsPath,
         config: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        reference: Decoder | None = None,
+        algorithm: Algorithm,
+        plan: Plan | None = None,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
         dump_dir: Path | None = None,
     ) -> None:
         """``initial`` are float32 values of the model's parameters (see MasterWeights).
 
-        ``reference`` is needed where algorithm.kl_coef is above 0. A batch that turns out not finite is
-        written into ``dump_dir``.
+        ``reference`` is needed where algorithm.kl.coef is above 0, ``critic`` where the advantage uses values. A batch
+        that turns out not finite is written into ``dump_dir``.
         """
-        if algorithm.kl_coef > 0 and reference is None:
+        if algorithm.kl.coef > 0 and reference is None:
             raise ValueError("algorithm.kl_coef is above 0, so a reference model is needed")
-        self.masters = MasterWeights(model, initial)
+        if "values" in algorithm.uses and critic is None:
+            raise ValueError(f"the advantage {algorithm.advantage_name} uses values, so a critic is needed")
         self.model = model
-        self.num_steps = 0
+        self.critic = critic
+        self.algorithm = algorithm
+        self.reference = reference
+        self._plan = plan or Plan(total_steps=config.steps)
+        self._policy = Learner(model, initial, _optimizer_settings(config, self._plan))
+        self._kl = KlCoefficient(algorithm.kl)
         self._path = path
         self._config = config
-        self._algorithm = algorithm
-        self._reference = reference
         self._dump_dir = dump_dir
-        self._optimizer = _adamw(self.masters, config)
+
+    @property
+    def masters(self) -> MasterWeights:
+        return self._policy.masters
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the policy done."""
+        return self._policy.num_steps
 
     def step(
         self,
-        rows: Sequence[TrainingRow],
-        on_progress: Callable[[int, int], None] | None = None,
+        columns: TokenColumns,
+        step: int = 1,
+        on_progress: Progress | None = None,
         before_update: Callable[[], None] | None = None,
     ) -> StepTotals:
-        """Forward and backward over all micro-batches, then one update.
+        """All optimizer steps of training step ``step``: passes, advantages, then epochs over mini-batches.
 
-        Rows are the whole global batch: every token's loss is divided by the batch's own number of
-        trained tokens, so the gradient does not depend on how it is cut. Where no token is trained,
-        nothing moves and ``totals.updated`` is False. ``on_progress`` hears (micro-batches done, of how
-        many); what it raises ends the step with every weight as it was. ``before_update`` is called right before
-        weights and moments change: whoever still reads them copies them there. Raises NonFiniteError before any
-        update.
+        Each optimizer step is over its whole mini-batch: every token's loss has its factor before the first backward,
+        so the gradient does not depend on how the mini-batch is cut. Where no token is trained, nothing moves and
+        ``totals.updated`` is False. ``on_progress`` hears (micro-batches done, of how many); what it raises before the
+        first update leaves every weight as it was. ``before_update`` is called before weights and moments change:
+        whoever still reads them copies them there. Raises NonFiniteError before any update of the optimizer step that
+        met it.
         """
-        totals = StepTotals(learning_rate=self._learning_rate())
-        denominator = loss_denominator(rows)
-        if denominator == 0:
+        totals = StepTotals(learning_rate=self._policy.learning_rate)
+        if not bool(columns.trained_T.any()):
             return totals
-        self.masters.zero_gradients()
-        cut = self._cut(rows)
-        for done, micro in enumerate(cut, start=1):
-            self._accumulate(micro, denominator, totals, rows)
-            if on_progress is not None:
-                on_progress(done, len(cut))
-        totals.grad_norm = self._checked_norm(rows)
-        if before_update is not None:
-            before_update()
-        self._update(totals, rows)
+        started = time.perf_counter()
+        self.evaluate(columns, totals, (lambda: on_progress(0, 1)) if on_progress is not None else lambda: None)
+        totals.pass_s = time.perf_counter() - started
+        mini_batches = self._mini_batches(columns, step)
+        progress = _Counter(on_progress, self._count(columns, mini_batches))
+        critic_totals = CriticTotals()
+        for members in mini_batches:
+            if self.critic is not None:
+                self._critic_step(columns, members, critic_totals, totals, before_update)
+            if step > self._plan.critic_only_steps:
+                self._policy_step(columns, members, totals, progress, before_update)
+        self._conclude(columns, step, totals, critic_totals)
         return totals
 
+    def evaluate(
+        self, columns: TokenColumns, totals: StepTotals, on_micro_batch: Callable[[], None] = lambda: None
+    ) -> None:
+        """Fill in what is the same for all optimizer steps: log-probs, values, advantages, corrections."""
+        algorithm = self.algorithm
+        if algorithm.correction.needs_recompute:
+            chosen = columns.scored_T if algorithm.kl.in_reward() else columns.trained_T
+            columns.trainer_logprobs_T = self._logprob_column(self.model, columns, chosen, on_micro_batch)
+            trained = columns.trained_T
+            totals.compare(columns.rollout_logprobs_T[trained], columns.trainer_logprobs_T[trained])
+        if self.reference is not None:
+            chosen = columns.scored_T if algorithm.kl.in_reward() else columns.trained_T
+            columns.reference_logprobs_T = self._logprob_column(self.reference.model, columns, chosen, on_micro_batch)
+            gap = columns.reference_logprobs_T[chosen].double() - columns.rollout_logprobs_T[chosen].double()
+            totals.first_reference_diff = float(gap.abs().max())
+        if self.critic is not None:
+            self.critic.evaluate(columns, on_micro_batch)
+        estimate(columns, algorithm, self._kl.value)
+        apply_correction(columns, algorithm)
+        totals.others |= columns.metrics
+        if self.critic is not None:
+            totals.others |= self.critic.measure(columns)
+
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What training goes on from, live: ``weights`` (float32 masters) and ``optimizer`` (AdamW's moments).
+        """What training goes on from, live, in named groups; those of parts that are not there are left out."""
+        groups = self._policy.state_tensors()
+        if self.critic is not None:
+            groups |= self.critic.learner.state_tensors()
+        if self.reference is not None and (tensors := self.reference.state_tensors()):
+            groups["reference"] = tensors
+        if tensors := self._kl.state_tensors():
+            groups["algorithm"] = tensors
+        return groups
 
-        The optimizer's are named ``exp_avg.PARAMETER`` and so on; there are none before its first step.
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], num_steps: int) -> list[str]:
+        """Go on from ``state_tensors`` and the policy's optimizer steps done; sentences about what begins anew.
+
+        Raises CheckpointError where the tensors do not fit.
         """
-        moments = {
-            f"{key}.{name}": value
-            for name, parameter in self.masters.parameters.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-        }
-        return {"weights": self.published_masters(), "optimizer": moments}
-
-    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], num_steps: int) -> None:
-        """Go on from ``state_tensors`` and the optimizer steps done. Raises CheckpointError where they do not fit."""
-        _check_names(tensors, self.masters.parameters, num_steps)
-        with torch.no_grad():
-            for name, parameter in self.masters.parameters.items():
-                _copy(parameter, tensors["weights"][name], name)
-        for name, parameter in self.masters.parameters.items():
-            self._optimizer.state.pop(parameter, None)
-            if num_steps > 0:
-                self._optimizer.state[parameter] = {
-                    key: _moment(parameter, tensors["optimizer"][f"{key}.{name}"], key, name) for key in MOMENTS
-                }
-        self.masters.publish()
-        self.num_steps = num_steps
+        self._policy.load_state(tensors, num_steps)
+        notes = []
+        if self.critic is not None and "critic_weights" in tensors:
+            self.critic.load_state(tensors)
+        elif self.critic is not None:
+            notes.append("the critic begins anew: the state was saved without one")
+        if self.reference is not None and (problem := self.reference.load_state(tensors.get("reference", {}))):
+            notes.append(problem)
+        self._kl.load_state(tensors.get("algorithm", {}))
+        return notes
 
     def published(self) -> dict[str, Tensor]:
         """The policy in compute dtype under its published names: what the engine is given."""
         return published_tensors(self.model)
 
-    def published_masters(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.masters.parameters.items()}
-
-    def _cut(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
-        return micro_batches(rows, self._config.micro_batch_tokens, path=self._path)
-
-    def _accumulate(
-        self, micro: MicroBatch, denominator: float, totals: StepTotals, rows: Sequence[TrainingRow]
-    ) -> None:
-        started = time.perf_counter()
-        logprobs, entropy = self._logprobs(self.model, micro, with_entropy=True)
-        policy = clipped_policy_loss(
-            logprobs,
-            micro.old_logprobs_N,
-            micro.advantages_N,
-            clip_low=self._algorithm.clip_low,
-            clip_high=self._algorithm.clip_high,
+    def _logprob_column(
+        self, model: Decoder, columns: TokenColumns, chosen_T: Tensor, on_micro_batch: Callable[[], None]
+    ) -> Tensor:
+        return logprob_column(
+            model,
+            columns,
+            chosen_T,
+            path=self._path,
+            budget_tokens=self._config.micro_batch_tokens,
+            chunk_tokens=self._config.logprob_chunk_tokens,
+            on_micro_batch=on_micro_batch,
         )
+
+    def _mini_batches(self, columns: TokenColumns, step: int) -> list[list[int]]:
+        """The rows of each optimizer step to come, all passes one after the other."""
+        plan = self._plan
+        trained = columns.row_T[columns.active_T].unique().tolist()
+        found = []
+        for epoch in range(plan.epochs):
+            seed = shuffle_seed(plan.run_seed, step, epoch) if plan.shuffle else None
+            found += cut_mini_batches(trained, plan.mini_batches, seed=seed)
+        return found
+
+    def _count(self, columns: TokenColumns, mini_batches: Sequence[Sequence[int]]) -> int:
+        budget = self._config.micro_batch_tokens
+        lengths = [len(row.token_ids) - 1 for row in columns.rows]
+        return sum(len(pack_micro_batches([lengths[i] for i in members], budget)) for members in mini_batches)
+
+    def _factors(self, columns: TokenColumns, members: Sequence[int], *, of_critic: bool = False) -> Tensor:
+        """The factor of each token's loss in one optimizer step, [T]; 0 for tokens that have no part in it."""
+        chosen_N = torch.zeros(len(columns.rows), dtype=torch.bool)
+        chosen_N[torch.tensor(members)] = True
+        everywhere = torch.where(chosen_N[columns.row_T], columns.weights_T, 0.0)
+        active = torch.where(columns.active_T, everywhere, 0.0)
+        kept = self.algorithm.correction.denominator == "kept"
+        return token_weights(
+            "token_mean" if of_critic else self.algorithm.aggregation,
+            weights_T=active,
+            counted_T=everywhere if kept else active,
+            row_T=columns.row_T,
+            num_rows=len(columns.rows),
+            trajectory_ids=[row.trajectory_id for row in columns.rows],
+            group_ids=[row.group_id for row in columns.rows],
+            fixed_length=self.algorithm.fixed_length,
+        )
+
+    def _policy_step(
+        self,
+        columns: TokenColumns,
+        members: Sequence[int],
+        totals: StepTotals,
+        progress: _Counter,
+        before_update: Callable[[], None] | None,
+    ) -> None:
+        factors = self._factors(columns, members)
+        budget = self._config.micro_batch_tokens
+        cut = micro_batches(columns, members, factors != 0, budget, path=self._path)
+        if not cut:
+            return
+        self.masters.zero_gradients()
+        for micro in cut:
+            self._accumulate(micro, columns, factors, totals)
+            progress.advance()
+        norm = self._policy.gradient_norm()
+        if not math.isfinite(norm):
+            raise self._not_finite(f"the gradient norm is {norm}", columns)
+        started = time.perf_counter()
+        if before_update is not None:
+            before_update()
+        if not self._policy.update(norm):
+            raise self._not_finite("weights are NaN or infinite", columns, "they were not published")
+        totals.updated = True
+        totals.num_optimizer_steps += 1
+        totals.grad_norm_sum += norm
+        totals.grad_norm_max = max(totals.grad_norm_max, norm)
+        totals.optimizer_s += time.perf_counter() - started
+
+    def _accumulate(self, micro: MicroBatch, columns: TokenColumns, factors_T: Tensor, totals: StepTotals) -> None:
+        """Forward and backward of one micro-batch."""
+        started = time.perf_counter()
+        logprobs, entropy = chosen_logprobs(
+            self.model, micro, self._path, self._config.logprob_chunk_tokens, with_entropy=True
+        )
+        policy = self._policy_loss(micro, columns, logprobs)
         per_token = policy.loss
-        kl = self._reference_kl(micro, logprobs)
+        if columns.correction_T is not None:
+            per_token = per_token * columns.correction_T[micro.places_N].to(per_token.dtype)
+        kl = self._loss_kl(micro, columns, logprobs)
         if kl is not None:
-            per_token = per_token + self._algorithm.kl_coef * kl
-        loss = token_sum(per_token, micro.weights_N) / denominator
+            per_token = per_token + self._kl.value * kl
+        if self.algorithm.entropy_coef > 0:
+            per_token = per_token - self.algorithm.entropy_coef * entropy
+        loss = (per_token.double() * factors_T[micro.places_N]).sum()
         forward_done = time.perf_counter()
         if not bool(torch.isfinite(loss)):
-            raise self._not_finite(f"the loss is {loss.item()}", rows)
+            raise self._not_finite(f"the loss is {loss.item()}", columns)
         loss.backward()  # type: ignore[no-untyped-call]
-        totals.add(micro, loss.detach(), logprobs.detach(), policy, kl, entropy.detach())
+        totals.add(micro, loss.detach(), policy, kl, entropy.detach())
+        if not totals.updated and columns.trainer_logprobs_T is None:
+            totals.compare(columns.rollout_logprobs_T[micro.places_N], logprobs.detach())
         totals.forward_s += forward_done - started
         totals.backward_s += time.perf_counter() - forward_done
 
-    def _logprobs(self, model: Decoder, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        hidden = model(micro.tokens_T, micro.positions_1T, micro.plan)
-        return token_logprobs(
-            hidden.index_select(0, micro.predictors_N),
-            model.head_weight(),
-            micro.targets_N,
-            micro.temperatures_N,
-            path=self._path,
-            chunk_tokens=self._config.logprob_chunk_tokens,
-            with_entropy=with_entropy,
+    def _policy_loss(self, micro: MicroBatch, columns: TokenColumns, logprobs: Tensor) -> PolicyLoss:
+        if columns.advantages_T is None:
+            raise RuntimeError("advantages come before the loss")
+        found = self.algorithm.loss(
+            LossBatch(
+                logprobs_N=logprobs,
+                old_logprobs_N=columns.old_logprobs_T[micro.places_N],
+                advantages_N=columns.advantages_T[micro.places_N].float(),
+                sequence_N=micro.sequence_N,
+                num_sequences=len(micro.members),
+                rollout_logprobs_N=columns.rollout_logprobs_T[micro.places_N],
+            )
         )
+        if not isinstance(found, PolicyLoss) or any(part.shape != logprobs.shape for part in found):
+            raise AlgorithmError(
+                f"the loss {self.algorithm.loss_name} returned {type(found).__name__}; PolicyLoss(loss, ratio, "
+                f"clipped) is needed, with one value for each of the {len(logprobs)} tokens"
+            )
+        return found
 
-    def _reference_kl(self, micro: MicroBatch, logprobs: Tensor) -> Tensor | None:
-        if self._reference is None:
+    def _loss_kl(self, micro: MicroBatch, columns: TokenColumns, logprobs: Tensor) -> Tensor | None:
+        if columns.reference_logprobs_T is None or not self.algorithm.kl.in_loss():
             return None
-        with torch.no_grad():
-            reference, _ = self._logprobs(self._reference, micro, with_entropy=False)
-        return kl_estimate(logprobs, reference, "k3")
+        reference, kind = columns.reference_logprobs_T[micro.places_N], self.algorithm.kl.kind
+        if self.algorithm.kl.ratio_weighted:
+            return ratio_weighted_kl(logprobs, columns.old_logprobs_T[micro.places_N], reference, kind)
+        return kl_estimate(logprobs, reference, kind)
 
-    def _checked_norm(self, rows: Sequence[TrainingRow]) -> float:
-        norms = torch._foreach_norm(self.masters.gradients())
-        norm = float(torch.linalg.vector_norm(torch.stack(list(norms)).double()))
-        if not math.isfinite(norm):
-            raise self._not_finite(f"the gradient norm is {norm}", rows)
-        return norm
-
-    def _update(self, totals: StepTotals, rows: Sequence[TrainingRow]) -> None:
+    def _critic_step(
+        self,
+        columns: TokenColumns,
+        members: Sequence[int],
+        critic_totals: CriticTotals,
+        totals: StepTotals,
+        before_update: Callable[[], None] | None,
+    ) -> None:
+        if self.critic is None:
+            return
         started = time.perf_counter()
-        limit = self._config.max_grad_norm
-        if 0 < limit < totals.grad_norm:
-            torch._foreach_mul_(self.masters.gradients(), limit / totals.grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = totals.learning_rate
-        self._optimizer.step()
-        if not self.masters.all_finite():
-            raise self._not_finite("weights are NaN or infinite", rows, "they were not published")
-        self.masters.publish()
-        self.num_steps += 1
-        totals.updated = True
-        totals.optimizer_s = time.perf_counter() - started
+        if before_update is not None:
+            before_update()
+        self.critic.step(columns, members, self._factors(columns, members, of_critic=True), critic_totals)
+        totals.critic_updated = True
+        totals.critic_s += time.perf_counter() - started
 
-    def _learning_rate(self) -> float:
-        return learning_rate(
-            self.num_steps,
-            peak=self._config.learning_rate,
-            schedule=self._config.schedule,
-            warmup_steps=self._config.warmup_steps,
-            total_steps=self._config.steps,
-            minimum=self._config.min_learning_rate,
-        )
+    def _conclude(self, columns: TokenColumns, step: int, totals: StepTotals, critic_totals: CriticTotals) -> None:
+        if totals.critic_updated:
+            totals.others |= critic_totals.metrics()
+        if self.reference is not None and totals.updated:
+            self.reference.after_step(step, self.masters.parameters)
+        measured = columns.metrics.get("train/reward_kl") if self.algorithm.kl.in_reward() else _mean_kl(totals)
+        if measured is not None:
+            totals.others |= self._kl.after_step(measured, num_samples=len(columns.rows))
 
-    def _not_finite(
-        self, what: str, rows: Sequence[TrainingRow], state: str = "no weight was changed"
-    ) -> NonFiniteError:
+    def _not_finite(self, what: str, columns: TokenColumns, state: str = "no weight was changed") -> NonFiniteError:
         where = ""
         if self._dump_dir is not None:
             try:
-                where = f"; the batch was written to {dump_rows(self._dump_dir, self.num_steps + 1, rows)}"
+                where = f"; the batch was written to {dump_rows(self._dump_dir, self.num_steps + 1, columns)}"
             except OSError as error:
                 where = f"; the batch could not be written to {self._dump_dir}: {error.strerror}"
         return NonFiniteError(f"{what} in optimizer step {self.num_steps + 1}; {state}{where}")
 
 
-def _check_names(tensors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor], num_steps: int) -> None:
-    moments = [f"{key}.{name}" for name in parameters for key in MOMENTS] if num_steps > 0 else []
-    for group, names in (("weights", list(parameters)), ("optimizer", moments)):
-        held = tensors.get(group, {})
-        wrong = sorted(set(names) ^ set(held))
-        if wrong:
-            raise CheckpointError(
-                f"the saved {group} do not fit this model: {wrong[0]!r} is "
-                f"{'missing' if wrong[0] in names else 'not one of it'} ({len(wrong)} names differ)"
-            )
+class _Counter:
+    """Tells of micro-batches as they are done."""
+
+    def __init__(self, tell: Progress | None, total: int) -> None:
+        self._tell, self._total, self._done = tell, total, 0
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._tell is not None:
+            self._tell(self._done, self._total)
 
 
-def _copy(target: Tensor, saved: Tensor, name: str) -> None:
-    if target.shape != saved.shape or target.dtype != saved.dtype:
-        raise CheckpointError(
-            f"the saved {name!r} is {saved.dtype} {list(saved.shape)}, this model's {target.dtype} {list(target.shape)}"
-        )
-    target.copy_(saved)
+def _mean_kl(totals: StepTotals) -> float | None:
+    return None if totals.kl_sum is None else totals.kl_sum / max(totals.num_trained_tokens, 1)
 
 
-def _moment(parameter: Tensor, saved: Tensor, key: str, name: str) -> Tensor:
-    moment = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
-    _copy(moment, saved, f"{key}.{name}")
-    return moment
-
-
-def _adamw(masters: MasterWeights, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019); norms and biases are not decayed."""
-    matrices = [p for p in masters.parameters.values() if p.ndim > 1]
-    vectors = [p for p in masters.parameters.values() if p.ndim <= 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_epsilon,
-        fused=True,
+def _optimizer_settings(config: TrainerConfig, plan: Plan) -> OptimizerSettings:
+    return OptimizerSettings(
+        learning_rate=config.learning_rate,
+        schedule=config.schedule,
+        warmup_steps=config.warmup_steps,
+        total_steps=plan.total_steps,
+        min_learning_rate=config.min_learning_rate,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        adam_epsilon=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
     )

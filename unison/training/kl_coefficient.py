@@ -1,0 +1,40 @@
+"""The weight of the KL to the reference, fixed or steered by what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from unison.algorithms.assemble import KlTerm
+from unison.algorithms.kl_control import doubling, proportional
+
+
+class KlCoefficient:
+    """Holds the present coefficient; under control it is part of what a checkpoint carries."""
+
+    def __init__(self, term: KlTerm) -> None:
+        self._term = term
+        self.value = term.coef
+
+    def after_step(self, kl: float, *, num_samples: int) -> dict[str, float]:
+        """Steer by the mean KL per token of a step; metrics of the coefficient of the next one."""
+        term = self._term
+        if term.control == "fixed" or term.coef == 0:
+            return {}
+        if term.control == "proportional":
+            self.value = proportional(self.value, kl, term.target, num_samples, term.horizon)
+        else:
+            self.value = doubling(self.value, kl, term.target)
+        return {"train/kl_coef": self.value}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """A fresh copy: nothing for a fixed coefficient, which the configuration says."""
+        if self._term.control == "fixed":
+            return {}
+        return {"kl_coef": torch.tensor(self.value, dtype=torch.float64)}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._term.control != "fixed" and "kl_coef" in tensors:
+            self.value = float(tensors["kl_coef"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +100,9 @@ def rearranged(batch: Trajectories, order: Sequence[int]) -> Trajectories:
 
 
 def by_trajectory(batch: Trajectories, values_T: Tensor) -> list[list[float]]:
-    return [part.tolist() for part in values_T.split(list(batch.lengths))] if batch.lengths else []
+    values: list[float] = values_T.tolist()
+    ends = list(itertools.accumulate(batch.lengths))
+    return [values[end - length : end] for end, length in zip(ends, batch.lengths, strict=True)]
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.algorithms.episodes import batch_of, by_trajectory, outcomes, random_batches, rearranged
+from tests.algorithms.episodes import Estimator, batch_of, by_trajectory, outcomes, random_batches, rearranged
 from tests.algorithms.ragged import all_close, close
 from unison.algorithms.advantages.groups import (
     Std,
@@ -146,7 +146,7 @@ def test_the_order_of_samples_changes_no_bit(rewards: list[float], rng: random.R
     assert shuffled == [plain[i] for i in order]
 
 
-RELATIVE = {
+RELATIVE: dict[str, Estimator] = {
     "grpo": grpo,
     "grpo_leave_one_out": grpo_leave_one_out,
     "rloo": rloo,

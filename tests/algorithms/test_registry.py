@@ -37,6 +37,14 @@ USES = {
 }
 
 
+def advantage_named(name: str) -> object:
+    return find_advantage(name)
+
+
+def loss_named(name: str) -> object:
+    return find_loss(name)
+
+
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("advantage", "loss"):
@@ -51,7 +59,7 @@ def test_estimators_are_found_by_name_and_declare_what_they_use(name: str) -> No
 
 
 def test_an_unknown_name_is_told_with_what_was_meant() -> None:
-    assert find_advantage("grpo") is grpo and find_loss("clipped") is clipped
+    assert advantage_named("grpo") is grpo and loss_named("clipped") is clipped
     with pytest.raises(ConfigError, match=r"algorithm\.advantage='grppo' is unknown; did you mean grpo"):
         find_advantage("grppo")
     with pytest.raises(ConfigError, match=r"algorithm\.loss='cliped' is unknown.*did you mean clipped"):
@@ -64,7 +72,7 @@ def test_a_registered_function_is_found_and_cannot_be_replaced() -> None:
         return batch.spread(batch.outcomes_N * strength)
 
     register_advantage("mine", uses=("kl",))(mine)
-    assert find_advantage("mine") is mine and uses_of(mine) == {"kl"}
+    assert advantage_named("mine") is mine and uses_of(mine) == {"kl"}
     assert settings_of(mine) == {"strength": 2.0} and takers_of("strength") == ["advantage mine"]
     with pytest.raises(ConfigError, match="advantage 'mine' is registered already; choose another name"):
         register_advantage("mine")(mine)
@@ -72,7 +80,7 @@ def test_a_registered_function_is_found_and_cannot_be_replaced() -> None:
         register_advantage("grpo")(mine)
     with pytest.raises(ConfigError, match="loss 'clipped' is registered already"):
         register_loss("clipped")(mine)
-    assert find_advantage("grpo") is grpo
+    assert advantage_named("grpo") is grpo
 
 
 def test_an_unknown_use_is_refused() -> None:
@@ -89,9 +97,9 @@ def test_a_users_function_is_found_by_path(monkeypatch: pytest.MonkeyPatch) -> N
     module.my_estimator = my_estimator  # type: ignore[attr-defined]
     module.a_number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_users_module", module)
-    assert find_advantage("a_users_module:my_estimator") is my_estimator
+    assert advantage_named("a_users_module:my_estimator") is my_estimator
     assert uses_of(my_estimator) == frozenset()
-    assert find_loss("a_users_module:my_estimator") is my_estimator
+    assert loss_named("a_users_module:my_estimator") is my_estimator
     with pytest.raises(ConfigError, match="did you mean my_estimator"):
         find_advantage("a_users_module:my_estimater")
     with pytest.raises(ConfigError, match="is a int; name a function"):

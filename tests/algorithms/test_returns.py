@@ -112,7 +112,7 @@ def test_random_ragged_baselines_match_a_loop_over_tokens() -> None:
         assert all_close(reinforce_pp_baseline(batch, whiten=False).tolist(), relative, 1e-9)
         assert all_close(remax(batch).tolist(), against_greedy, 1e-9)
         for std in ("sample", "population"):
-            white = reinforce_pp_baseline(batch, std=std)  # type: ignore[arg-type]
+            white = reinforce_pp_baseline(batch, std=std)
             assert all_close(white.tolist(), whitened_by_loop(batch, relative, std), 1e-7)
 
 

@@ -340,8 +340,11 @@ def test_what_is_computed_again_and_what_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"weight": "token", "mode": "clip", **bounds(2, 2)}, r"correction\.lower=2 is not below correction\.upper=2"),
-        ({"reject": "token", "reject_lower": 3.0}, r"correction\.reject_lower=3 is not below correction\.reject_upper"),
+        (
+            {"weight": "token", "mode": "clip", **bounds(1, 1)},
+            r"correction\.lower=1 is not below correction\.upper=1; raise",
+        ),
+        ({"reject": "token", "reject_lower": 3.0}, r"correction\.reject_lower=3 is not in \[0, 1\]"),
         ({"weight": "token", "upper": 0.8}, r"correction\.upper=0\.8 is below 1"),
         ({"weight": "token", "mode": "mask", **bounds(1.5, 2)}, r"correction\.lower=1\.5 is not in \[0, 1\]"),
         ({"weight": "token", "upper": NAN}, r"correction\.upper=nan"),

@@ -109,9 +109,9 @@ def test_explosions_dominate_the_difference_and_the_bulk_dominates_k3() -> None:
 
 
 def test_close_policies_keep_their_digits() -> None:
-    figures = measure([-1.0 + 1e-9], [-1.0])
-    gap = (-1.0 + 1e-9) - -1.0
-    assert abs(figures["chi2_token"] / (2 * gap) - 1) < 1e-8 and abs(figures["k3"] / (gap * gap / 2) - 1) < 1e-6
+    figures = measure([1e-12], [0.0])
+    assert close(figures["chi2_token"] / 2e-12, 1.0, 1e-10) and figures["chi2_token"] == figures["chi2_sequence"]
+    assert close(measure([2.0**-20], [0.0])["k3"] * 2.0**41, 1.0, 1e-5)
 
 
 def test_every_figure_is_registered() -> None:

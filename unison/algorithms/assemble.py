@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, cast
 import msgspec
 from torch import Tensor
 
-from unison.algorithms.correction_recipes import resolve_correction
+from unison.algorithms.correction_recipes import describe_correction, resolve_correction
 from unison.algorithms.corrections import Correction
 from unison.algorithms.kl import KlKind
 from unison.algorithms.losses.base import MAX_LOG_RATIO, LossBatch, PolicyLoss
@@ -96,6 +96,8 @@ class Algorithm:
             weighted = ", ratio-weighted" if self.kl.ratio_weighted else ""
             control = "" if self.kl.control == "fixed" else f", {self.kl.control} control to {self.kl.target:g}"
             lines.append(f"KL             {self.kl.kind} in the {self.kl.place}, {self.kl.coef:g}{weighted}{control}")
+        if self.correction.needs_recompute:
+            lines.append(f"correction     {describe_correction(self.correction)}")
         return lines
 
 
@@ -214,8 +216,8 @@ def _coupled(algorithm: AlgorithmConfig, chosen: Mapping[str, Any], settings: Ma
         )
     if settings.get("clip_high", 0.0) > math.exp(MAX_LOG_RATIO) - 1:
         yield (
-            f"algorithm.clip_high={settings['clip_high']:g} has no effect: the ratio is capped at e^{MAX_LOG_RATIO:g} = "
-            f"{math.exp(MAX_LOG_RATIO):.3g} anyway; use a value like 0.28"
+            f"algorithm.clip_high={settings['clip_high']:g} has no effect: the ratio is capped at e^{MAX_LOG_RATIO:g} "
+            f"= {math.exp(MAX_LOG_RATIO):.3g} anyway; use a value like 0.28"
         )
     if settings.get("clip_low") == 0 and settings.get("clip_high") == 0:
         yield (

@@ -122,3 +122,25 @@ def _has_effect(key: str, chosen: Mapping[str, Any]) -> bool:
         masks = chosen["weight"] != "none" and chosen["mode"] == "mask"
         return bool(masks or chosen["reject"] != "none" or chosen["veto"] > 0)
     return True
+
+
+def describe_correction(correction: Correction) -> str:
+    """One line for people: what becomes of samples that another policy drew."""
+    parts = [f"ratio to the {correction.old}'s log-probs"]
+    if correction.weight != "none":
+        bounds = (
+            f"{correction.upper:g}"
+            if correction.mode == "truncate"
+            else f"[{correction.lower:g}, {correction.upper:g}]"
+        )
+        normal = ", normalised over the batch" if correction.normalize else ""
+        parts.append(f"{correction.weight} weights, {correction.mode} {bounds}{normal}")
+    if correction.reject != "none":
+        parts.append(
+            f"{correction.reject} rejection outside [{correction.reject_lower:g}, {correction.reject_upper:g}]"
+        )
+    if correction.veto > 0:
+        parts.append(f"veto below {correction.veto:g}")
+    if correction.leaves_out:
+        parts.append(f"denominators {correction.denominator}")
+    return "; ".join(parts)

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from unison.models.value_model import load_value_model
-from unison.training.reference import Reference
 
 from unison.algorithms.assemble import Algorithm, assemble
 from unison.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, ReferenceConfig
 from unison.config.schema import ModelConfig, RolloutConfig, TrainConfig, TrainerConfig
 from unison.core.records import Sample
 from unison.models.loading import load_model
+from unison.models.value_model import load_value_model
 from unison.ops.padding import EXACT
 from unison.training.build import training_plan
 from unison.training.columns import TokenColumns
 from unison.training.critic import Critic
-from unison.training.mini_batches import optimizer_steps_per_rollout
+from unison.training.mini_batches import critic_steps
+from unison.training.reference import Reference
 from unison.training.rows import build_rows
 from unison.training.trainer import Trainer
 
@@ -59,17 +59,23 @@ def make_trainer(
     masters = load_model(folder, torch.float32)
     model = masters if dtype == torch.float32 else load_model(folder, dtype)
     model.checkpoint_layers = config.trainer.gradient_checkpointing
+    initial = {name: parameter.data for name, parameter in masters.named_parameters()}
     return Trainer(
         model,
-        {name: parameter.data for name, parameter in masters.named_parameters()},
+        initial,
         path=EXACT,
         config=config.trainer,
         algorithm=chosen,
         plan=training_plan(config),
-        reference=Reference(load_model(reference or folder, dtype), config.reference) if chosen.kl.coef else None,
+        reference=_reference(reference or folder, dtype, config) if chosen.kl.coef else None,
         critic=_critic(folder, dtype, config) if "values" in chosen.uses else None,
         dump_dir=dump_dir,
     )
+
+
+def _reference(folder: Path, dtype: torch.dtype, config: TrainConfig) -> Reference:
+    initial = {name: parameter.data for name, parameter in load_model(folder, torch.float32).named_parameters()}
+    return Reference(load_model(folder, dtype), config.reference, initial)
 
 
 def _critic(folder: Path, dtype: torch.dtype, config: TrainConfig) -> Critic:
@@ -81,5 +87,5 @@ def _critic(folder: Path, dtype: torch.dtype, config: TrainConfig) -> Critic:
         path=EXACT,
         config=config.critic,
         trainer=config.trainer,
-        total_steps=config.trainer.steps * optimizer_steps_per_rollout(config),
+        total_steps=critic_steps(config),
     )

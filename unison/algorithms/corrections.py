@@ -213,9 +213,9 @@ def _spread(trained_T: Tensor, weight_N: Tensor, kept_N: Tensor) -> tuple[Tensor
 
 def _check_bounds(prefix: str, lower: float, upper: float) -> None:
     low, high = f"correction.{prefix}lower={lower:g}", f"correction.{prefix}upper={upper:g}"
-    if not lower < upper:
-        raise ConfigError(f"{low} is not below {high}; swap them, or leave the lower one out: it is then 1 / upper")
     if not upper >= 1:
         raise ConfigError(f"{high} is below 1, the ratio of two policies that agree; use a bound above 1")
     if not 0 <= lower <= 1:
-        raise ConfigError(f"{low} is not in [0, 1]: a ratio of 1, of two policies that agree, must be allowed")
+        raise ConfigError(f"{low} is not in [0, 1]: 1, the ratio of two policies that agree, must be inside the bounds")
+    if not lower < upper:
+        raise ConfigError(f"{low} is not below {high}; raise the upper bound or lower the other")

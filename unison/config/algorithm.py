@@ -78,14 +78,17 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Meta(description="Truncated samples count in their group; mask leaves them out of the loss."),
     ] = "mask"
     clip_low: Annotated[
-        Annotated[float, Meta(ge=0, lt=1)] | None, Meta(description="Lower bound of the ratio: 1 - clip_low.")
+        Rate | None, Meta(description="Lower bound of the ratio, 1 - clip_low; of the log-ratio in gmpo.")
     ] = None
-    clip_high: Annotated[NonNegative | None, Meta(description="Upper bound of the ratio: 1 + clip_high.")] = None
+    clip_high: Annotated[
+        NonNegative | None, Meta(description="Upper bound of the ratio, 1 + clip_high; of the log-ratio in gmpo.")
+    ] = None
     dual_clip: Annotated[
         Annotated[float, Meta(gt=1)] | None, Meta(description="Bound of the ratio where the advantage is negative.")
     ] = None
     mask_threshold: Annotated[
-        Positive | None, Meta(description="Divergence from the old policy from which a token is left out.")
+        Positive | None,
+        Meta(description="Divergence from the rollout above which dppo leaves out a token, opsm a sequence."),
     ] = None
     divergence: Annotated[
         Literal["total_variation", "kl"] | None,

@@ -21,8 +21,8 @@ MISMATCH: Final = (
     _metric(
         "logp_diff_mean",
         "nats",
-        "Mean over trained tokens of the absolute difference between the log-prob under the trainer's old policy and as "
-        "sampled. Rare explosions dominate it.",
+        "Mean over trained tokens of the absolute difference between the log-probs of the trainer's old policy and of "
+        "the rollout. Rare explosions dominate it.",
         f"{_EXACT}; else below about 0.02",
         _TRACE,
     ),
@@ -30,15 +30,15 @@ MISMATCH: Final = (
     _metric(
         "k1",
         "nats",
-        "Mean over trained tokens of log rollout - log trainer, an unbiased estimate of the KL from the rollout's policy "
-        "to the trainer's that may fall below 0.",
+        "Mean over trained tokens of log rollout - log trainer, an unbiased estimate of the KL from the rollout's "
+        "policy to the trainer's that may fall below 0.",
         f"{_EXACT}; else near 0",
         _TREND,
     ),
     _metric(
         "k3",
         "nats",
-        "The same KL by the estimator r - 1 - log r, r = trainer / rollout, which is never negative and shows the bulk.",
+        "The same KL by r - 1 - log r, where r = trainer / rollout: never negative, it shows the bulk.",
         f"{_EXACT}; else 1e-5 to 1e-3 for dense models, up to 1e-1 for mixtures of experts",
         _TRACE,
     ),
@@ -52,7 +52,7 @@ MISMATCH: Final = (
         "share",
         "Share of trained tokens whose trainer / rollout is below 1e-4 or above 1e4.",
         "0",
-        "look for tokens that were not sampled as they stand there: edited text, another tokenizer; set correction.veto",
+        "look for tokens that were not sampled as they stand: edited text, another tokenizer; set correction.veto",
     ),
     _metric(
         "chi2_token",

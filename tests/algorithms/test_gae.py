@@ -128,7 +128,7 @@ def test_a_row_cut_off_goes_on_into_its_final_value() -> None:
     final = torch.tensor([0.8], dtype=torch.float64)
     advantages, returns = one([0, 0, 0], [0.1, 0.2, NAN], [1, 1, 0], gamma=0.5, lam=0.5, final_values_B=final)
     assert all_close(advantages, [0.5 * 0.2 - 0.1 + 0.25 * 0.2, 0.2, 0])
-    assert all_close(returns, [0.25, 0.4, 0])
+    assert all_close(returns, [0.15, 0.4, 0])
     assert one([1], [NAN], [0], final_values_B=torch.tensor([NAN])) == ([0], [0])
 
 
@@ -154,11 +154,10 @@ def test_ragged_rows_equal_the_definition(
         mask = [place < length and rng.random() < density for place in range(longest)]
         inside = [place for place, flag in enumerate(mask) if flag]
         steps = range(inside[0], inside[-1] + 1) if over and inside else inside
-        columns = [
-            [rng.gauss(0, 1) if place in steps else rng.choice([NAN, INF, -INF, 9.0]) for place in range(longest)]
-        ]
-        columns.append([rng.gauss(0, 1) if math.isfinite(value) else value for value in columns[0]])
-        masks.append(mask), rewards.append(columns[0]), values.append(columns[1])
+        masks.append(mask)
+        for column in (rewards, values):
+            anything = [rng.choice([NAN, INF, -INF, 9.0]) for _ in mask]
+            column.append([rng.gauss(0, 1) if place in steps else anything[place] for place in range(longest)])
     finals = [rng.gauss(0, 1) for _ in range(rows)] if with_final else None
 
     def tensor(columns: list[list[float]], dtype: torch.dtype = torch.float64) -> Tensor:

@@ -5,7 +5,8 @@ usage: gae.py [--threads N] [--dtype D] [--places T] [--rounds N]
 8 and 64 rows of T places in which the policy wrote about 7 of 10, in turns of 256 or scattered: masks are part of what
 is timed on both sides. The loop is the ordinary implementation, one step a token for all rows together, which carries
 its value and advantage over what the policy did not write. The bound is reading rewards, values and mask once and
-writing advantages and returns once, at the best rate this machine reads or copies memory. Times are the least of all rounds.
+writing advantages and returns once, at the best rate this machine reads or
+copies memory. Times are the least of all rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ def main() -> None:
         compare(num_rows, options.places, dtype, options.rounds, max(rates.values()))
     for factor in (1, 2, 4):
         rows = make_rows(8, factor * options.places, dtype, TURN)
-        spent = seconds(lambda rows=rows: ours(rows), options.rounds)
+        spent = seconds(partial(ours, rows), options.rounds)
         print(
             f"8 x {factor * options.places:<8} {1e3 * spent:>8.2f} ms  {1e9 * spent / rows[0].numel():>6.2f} ns a token"
         )
@@ -55,8 +57,9 @@ def compare(num_rows: int, places: int, dtype: torch.dtype, rounds: int, rate: f
     loop_s = seconds(lambda: looped.append(loop(rows)[0]), 1, warm=0)
     print(f"{num_rows} x {places:<8} loop over tokens {1e3 * loop_s:>8.1f} ms")
     error = (torch.where(rows[2], ours(rows)[0] - looped[0], 0.0).abs().amax(1) / looped[0].abs().amax(1)).max()
-    for name, rows in (("in turns", rows), ("scattered", make_rows(num_rows, places, dtype, 1))):
-        spent = seconds(lambda rows=rows: ours(rows), rounds)
+    for name, turn in (("in turns", TURN), ("scattered", 1)):
+        rows = make_rows(num_rows, places, dtype, turn)
+        spent = seconds(partial(ours, rows), rounds)
         size_bytes = sum(column.nbytes for column in rows) + sum(column.nbytes for column in rows[:2])
         bound_s = size_bytes / (1e9 * rate)
         print(

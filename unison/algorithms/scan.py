@@ -31,8 +31,11 @@ def reverse_scan(x_BT: Tensor, decay: float, *, dtype: torch.dtype | None = None
     """
     if not 0 <= decay <= 1:
         raise ConfigError(f"decay={decay} must lie in [0, 1]: 1 sums all that follows, 0 leaves each place alone")
-    with torch.no_grad():
-        return _scan(x_BT, decay, dtype or torch.promote_types(x_BT.dtype, torch.float32))
+    rows, places = x_BT.shape
+    own_BT = torch.zeros(rows, whole_chunks(places), dtype=torch.float64, device=x_BT.device)
+    own_BT[:, :places] = x_BT.detach()
+    out_BT = torch.empty_like(own_BT, dtype=dtype or torch.promote_types(x_BT.dtype, torch.float32))
+    return scan_into(out_BT, own_BT, decay, spare_BT=torch.empty_like(out_BT))[:, :places]
 
 
 def whole_chunks(num_places: int) -> int:
@@ -40,23 +43,26 @@ def whole_chunks(num_places: int) -> int:
     return -(-num_places // CHUNK) * CHUNK
 
 
-def _scan(x_BT: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
+def scan_into(out_BT: Tensor, x_BT: Tensor, decay: float, *, spare_BT: Tensor) -> Tensor:
+    """reverse_scan of float64 rows of whole chunks into ``out_BT``, without memory of its own; x is spoilt.
+
+    ``spare_BT`` is like ``out_BT``. All are contiguous.
+    """
     rows, places = x_BT.shape
-    if places <= CHUNK:
-        return x_BT.double().mm(_triangle(decay, places, x_BT.device)).to(dtype)
-    num_chunks = whole_chunks(places) // CHUNK
-    x_MC = torch.nn.functional.pad(x_BT, (0, num_chunks * CHUNK - places)).reshape(rows * num_chunks, CHUNK)
-    triangle_CC = _triangle(decay, CHUNK, x_BT.device)
-    totals_BK = x_MC.double().mv(triangle_CC[:, 0]).view(rows, num_chunks)
-    heads_BK = _scan(totals_BK, decay**CHUNK, torch.float64)
-    carried_MC = x_MC.to(dtype, copy=True)
-    carried_MC.view(rows, num_chunks, CHUNK)[:, :-1, -1] += decay * heads_BK[:, 1:]
-    return carried_MC.mm(triangle_CC.to(dtype)).view(rows, num_chunks * CHUNK)[:, :places]
+    triangle_CC = _triangle(decay, x_BT.device)
+    x_MC = x_BT.view(rows * places // CHUNK, CHUNK)
+    if places > CHUNK:
+        totals_BK = x_MC.mv(triangle_CC[:, 0]).view(rows, places // CHUNK)
+        heads_BK = reverse_scan(totals_BK, decay**CHUNK)
+        x_BT.view(rows, places // CHUNK, CHUNK)[:, :-1, -1] += decay * heads_BK[:, 1:]
+    narrow_MC = x_MC if out_BT.dtype == x_BT.dtype else spare_BT.view_as(x_MC).copy_(x_MC)
+    torch.mm(narrow_MC, triangle_CC.to(out_BT.dtype), out=out_BT.view_as(x_MC))
+    return out_BT
 
 
-def _triangle(decay: float, size: int, device: torch.device) -> Tensor:
-    """Float64 [size, size]: decay^(j - i) in row j and column i, 0 where i > j. 0^0 is 1."""
-    place = torch.arange(size, device=device)
+def _triangle(decay: float, device: torch.device) -> Tensor:
+    """Float64 [C, C]: decay^(j - i) in row j and column i, 0 where i > j. 0^0 is 1."""
+    place = torch.arange(CHUNK, device=device)
     distance = place[:, None] - place
     powers = torch.tensor(decay, dtype=torch.float64, device=device) ** distance.clamp(min=0)
     return torch.where(distance >= 0, powers, 0.0)

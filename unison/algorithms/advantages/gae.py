@@ -7,6 +7,7 @@ L places of the longest of these. Flat columns [T] hold the response tokens of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import torch
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from unison.algorithms.aggregation import masked_whiten
 from unison.algorithms.registry import register_advantage
-from unison.algorithms.scan import reverse_scan, whole_chunks
+from unison.algorithms.scan import scan_into, whole_chunks
 from unison.algorithms.trajectories import Estimate, Trajectories
 from unison.core.errors import ConfigError, RewardError
 
 Observations = Literal["across", "over"]
 
-BLOCK_TOKENS: Final = 1 << 20
-"""Rows are taken so many places at a time, whose intermediate results a last-level cache can hold."""
+BLOCK_TOKENS: Final = 1 << 18
+"""Rows are taken so many places at a time: what is computed on the way then stays in a cache, in the same memory."""
 
 
 @register_advantage("gae", uses=("kl", "values"))
@@ -106,19 +107,40 @@ def gae(
     mask_BT = mask_BT.bool()
     steps_BT = mask_BT if observations == "across" else _span(mask_BT)
     finals_B = rewards_BT.new_zeros(len(mask_BT)) if final_values_B is None else final_values_B
-    advantages_BT, returns_BT = torch.zeros_like(rewards_BT, dtype=dtype), torch.zeros_like(rewards_BT, dtype=dtype)
+    advantages_BT, returns_BT = (torch.empty_like(rewards_BT, dtype=dtype) for _ in range(2))
     size = max(BLOCK_TOKENS // max(mask_BT.shape[1], 1), 1)
+    space = _Space.of(min(size, len(mask_BT)), mask_BT.shape[1], rewards_BT.device, dtype)
     for start in range(0, len(mask_BT) if mask_BT.shape[1] else 0, size):
         rows = slice(start, start + size)
         block = rewards_BT[rows].to(dtype), values_BT[rows].to(dtype), steps_BT[rows], gamma * finals_B[rows].double()
-        _advantages_of_block(*block, gamma, gamma * lam, advantages_BT[rows], returns_BT[rows])
+        _advantages_of_block(space, *block, gamma, gamma * lam, advantages_BT[rows], returns_BT[rows])
     if steps_BT is not mask_BT:
         advantages_BT.masked_fill_(~mask_BT, 0.0)
         returns_BT.masked_fill_(~mask_BT, 0.0)
     return advantages_BT, returns_BT
 
 
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Memory for one block, used for all: fresh memory costs more than all the arithmetic."""
+
+    column: Tensor
+    deltas: Tensor
+    narrow: tuple[Tensor, Tensor, Tensor]
+    """Rewards, values, advantages."""
+
+    @staticmethod
+    def of(num_rows: int, num_places: int, device: torch.device, dtype: torch.dtype) -> _Space:
+        def empty(places: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_rows * places, dtype=dtype, device=device)
+
+        width = whole_chunks(1 + num_places)
+        rewards, values, advantages = (empty(width, dtype) for _ in range(3))
+        return _Space(empty(num_places, torch.int64), empty(width, torch.float64), (rewards, values, advantages))
+
+
 def _advantages_of_block(
+    space: _Space,
     rewards_BT: Tensor,
     values_BT: Tensor,
     steps_BT: Tensor,
@@ -129,25 +151,30 @@ def _advantages_of_block(
     returns_BT: Tensor,
 ) -> None:
     """Advantages and returns into the last two. The steps of a row go to columns 1, 2, ...; all else to column 0."""
-    column_BT = steps_BT.cumsum(1)
+    column_BT = torch.cumsum(steps_BT, 1, out=_part(space.column, *steps_BT.shape))
     counts_B = column_BT[:, -1].clone()
     column_BT.mul_(steps_BT)
-    width = whole_chunks(1 + int(counts_B.max()))
-    values_BW = _gather_left(values_BT, column_BT, width)
-    deltas_BW = _gather_left(rewards_BT, column_BT, width).double().sub_(values_BW)
+    shape = len(steps_BT), whole_chunks(1 + int(counts_B.max()))
+    rewards_BW, values_BW, advantages_BW = (_part(memory, *shape) for memory in space.narrow)
+    _gather_left(rewards_BT, column_BT, rewards_BW)
+    _gather_left(values_BT, column_BT, values_BW)
+    deltas_BW = _part(space.deltas, *shape).copy_(rewards_BW).sub_(values_BW)
     deltas_BW[:, :-1].add_(values_BW[:, 1:], alpha=gamma)
     deltas_BW.scatter_add_(1, counts_B[:, None], last_B[:, None])
-    advantages_BW = reverse_scan(deltas_BW, decay, dtype=rewards_BT.dtype)
+    scan_into(advantages_BW, deltas_BW, decay, spare_BT=rewards_BW)
     # The scan runs from the right: whatever column 0 held has reached no step, and now it is what all else gets.
     advantages_BW[:, 0] = 0.0
     torch.gather(advantages_BW, 1, column_BT, out=advantages_BT)
     torch.gather(advantages_BW.add_(values_BW), 1, column_BT, out=returns_BT)
 
 
-def _gather_left(x_BT: Tensor, column_BT: Tensor, width: int) -> Tensor:
-    left_BW = x_BT.new_zeros(len(x_BT), width).scatter_(1, column_BT, x_BT)
-    left_BW[:, 0] = 0.0
-    return left_BW
+def _part(memory: Tensor, num_rows: int, width: int) -> Tensor:
+    return memory[: num_rows * width].view(num_rows, width)
+
+
+def _gather_left(x_BT: Tensor, column_BT: Tensor, out_BW: Tensor) -> None:
+    out_BW.zero_().scatter_(1, column_BT, x_BT)
+    out_BW[:, 0] = 0.0
 
 
 def _span(mask_BT: Tensor) -> Tensor:

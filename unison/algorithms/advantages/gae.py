@@ -21,7 +21,7 @@ from unison.core.errors import ConfigError, RewardError
 
 Observations = Literal["across", "over"]
 
-BLOCK_TOKENS: Final = 1 << 18
+BLOCK_TOKENS: Final = 1 << 19
 """Rows are taken so many places at a time: what is computed on the way then stays in a cache, in the same memory."""
 
 
@@ -126,6 +126,8 @@ class _Space:
 
     column: Tensor
     deltas: Tensor
+    wide: Tensor
+    """Float64 of narrower values, or int64 of flags: an operator given two types copies one of them to fresh memory."""
     narrow: tuple[Tensor, Tensor, Tensor]
     """Rewards, values, advantages."""
 
@@ -135,8 +137,9 @@ class _Space:
             return torch.empty(num_rows * places, dtype=dtype, device=device)
 
         width = whole_chunks(1 + num_places)
+        deltas, wide = (empty(width, torch.float64) for _ in range(2))
         rewards, values, advantages = (empty(width, dtype) for _ in range(3))
-        return _Space(empty(num_places, torch.int64), empty(width, torch.float64), (rewards, values, advantages))
+        return _Space(empty(num_places, torch.int64), deltas, wide, (rewards, values, advantages))
 
 
 def _advantages_of_block(
@@ -151,15 +154,17 @@ def _advantages_of_block(
     returns_BT: Tensor,
 ) -> None:
     """Advantages and returns into the last two. The steps of a row go to columns 1, 2, ...; all else to column 0."""
-    column_BT = torch.cumsum(steps_BT, 1, out=_part(space.column, *steps_BT.shape))
+    flags_BT = _part(space.wide.view(torch.int64), *steps_BT.shape).copy_(steps_BT)
+    column_BT = torch.cumsum(flags_BT, 1, out=_part(space.column, *steps_BT.shape))
     counts_B = column_BT[:, -1].clone()
-    column_BT.mul_(steps_BT)
+    column_BT.mul_(flags_BT)
     shape = len(steps_BT), whole_chunks(1 + int(counts_B.max()))
     rewards_BW, values_BW, advantages_BW = (_part(memory, *shape) for memory in space.narrow)
     _gather_left(rewards_BT, column_BT, rewards_BW)
     _gather_left(values_BT, column_BT, values_BW)
-    deltas_BW = _part(space.deltas, *shape).copy_(rewards_BW).sub_(values_BW)
-    deltas_BW[:, :-1].add_(values_BW[:, 1:], alpha=gamma)
+    wide_BW = _part(space.wide, *shape).copy_(values_BW)
+    deltas_BW = _part(space.deltas, *shape).copy_(rewards_BW).sub_(wide_BW)
+    deltas_BW[:, :-1].add_(wide_BW[:, 1:], alpha=gamma)
     deltas_BW.scatter_add_(1, counts_B[:, None], last_B[:, None])
     scan_into(advantages_BW, deltas_BW, decay, spare_BT=rewards_BW)
     # The scan runs from the right: whatever column 0 held has reached no step, and now it is what all else gets.

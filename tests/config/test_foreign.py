@@ -37,7 +37,20 @@ def test_keys_that_notes_name_exist() -> None:
 
 
 def test_no_name_is_a_key_of_ours() -> None:
-    assert not {entry.name for entry in FOREIGN if find_field(entry.name)}
+    assert not {entry.name for entry in FOREIGN if find_field(entry.normalised)}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_system_has_a_name_twice(system: str) -> None:
+    found = [entry.normalised for entry in FOREIGN if entry.system == system]
+    assert len(found) == len(set(found)), {name for name in found if found.count(name) > 1}
+
+
+@pytest.mark.parametrize("section", ["algorithm", "correction", "reference", "critic", "trainer"])
+def test_every_section_of_what_is_learnt_is_reached_from_every_system(section: str) -> None:
+    for system in SYSTEMS:
+        targets = {key for entry in FOREIGN if entry.system == system for key in entry.ours}
+        assert section == "reference" or any(key.startswith(f"{section}.") for key in targets), system
 
 
 def test_the_committed_page_is_the_generated_one() -> None:
@@ -72,14 +85,21 @@ def test_every_name_in_a_file_is_answered_with_ours(entry: Foreign, tmp_path: Pa
     ("written", "answer"),
     [
         ("actor_rollout_ref.rollout.n", "is unknown; that is called rollout.samples_per_prompt here (verl)"),
-        ("rollout-batch-size", "is unknown; that is called rollout.prompts_per_step here (slime)"),
-        ("rollout_batch_size", "is unknown; that is called rollout.prompts_per_step here (slime)"),
+        ("rollout-batch-size", "is unknown; that is called rollout.prompts_per_step here (slime, OpenRLHF)"),
+        ("rollout_batch_size", "is unknown; that is called rollout.prompts_per_step here (slime, OpenRLHF)"),
         ("num_generations", "is unknown; that is called rollout.samples_per_prompt here (TRL)"),
         ("weight_decay", "is unknown; that is called trainer.weight_decay here (slime, TRL)"),
         (
             "algorithm.kl_ctrl.kl_coef",
-            "is unknown; that is called algorithm.kl_coef here (verl): in the loss, not in the reward",
+            'is unknown; that is called algorithm.kl_coef here (verl): with algorithm.kl_in = "reward"',
         ),
+        ("gamma", "is unknown; that is called algorithm.gamma here (slime, TRL, OpenRLHF)"),
+        ("eps-clip-c", "is unknown; that is called algorithm.dual_clip here (slime)"),
+        ("critic.optim.lr", "is unknown; that is called critic.learning_rate here (verl)"),
+        ("actor.adam.lr", "is unknown; that is called trainer.learning_rate here (OpenRLHF)"),
+        ("actor_learning_rate", "is unknown; that is called trainer.learning_rate here (OpenRLHF)"),
+        ("num_iterations", "is unknown; that is called trainer.epochs here (TRL)"),
+        ("algorithm.rollout_correction.rollout_is", "is unknown; that is called correction.weight here (verl)"),
         ("use_vllm", "is unknown; TRL has it, we do not: the engine is our own"),
         ("trainer.total_epochs", "is unknown; that is called trainer.steps here (verl): in steps; each draws"),
     ],

@@ -77,7 +77,9 @@ def test_what_was_probably_meant_is_named(written: str, meant: str) -> None:
 
 
 def test_a_word_like_nothing_lists_what_there_is() -> None:
-    assert explain_unknown("algorithm.zzzzzz").startswith("is unknown; the keys of [algorithm] are name, advantage, loss")
+    assert explain_unknown("algorithm.zzzzzz").startswith(
+        "is unknown; the keys of [algorithm] are name, advantage, loss"
+    )
     assert explain_unknown("zzzzzz.qqqqqq") == f"is unknown; the sections are {', '.join(sections())}"
 
 

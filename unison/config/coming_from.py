@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from unison.config.foreign import FOREIGN, SYSTEMS, Foreign
+from unison.config.foreign import SYSTEMS
 
 INTRODUCTION: Final = """\
 # Coming from verl, slime, TRL or OpenRLHF
@@ -26,24 +27,28 @@ _HEADINGS: Final = {
     "TRL": "## TRL\n\nFields of `GRPOConfig`, `RLOOConfig` and `PPOConfig`, of transformers' training arguments under "
     "them, and of\nTRL's scripts.",
     "OpenRLHF": "## OpenRLHF\n\nFlags of `train_ppo_ray`, dotted ones and those of before. `rollout.temperature`, "
-    "`rollout.top_p`,\n`rollout.max_new_tokens`, `eval.temperature`, `data.label_key` and `critic.value_clip` are called "
-    "the same here.",
+    "`rollout.top_p`,\n`rollout.max_new_tokens`, `eval.temperature`, `data.label_key` and `critic.value_clip` are "
+    "called the same here.",
 }
 
 
 def render_page() -> str:
     """The text of ``docs/coming_from.md``."""
     blocks = [INTRODUCTION]
-    for system in SYSTEMS:
-        rows = [_row(entry) for entry in FOREIGN if entry.system == system]
+    for system, entries in SYSTEMS.items():
+        rows = [_row(names, ours, note) for names, (ours, note) in entries.items()]
         head = [f"| {system} | here | note |", "|---|---|---|"]
         blocks.append("\n".join([_HEADINGS[system], "", *head, *rows, ""]))
     return "\n".join(blocks)
 
 
-def _row(entry: Foreign) -> str:
-    ours = ", ".join(f"`{key.replace('.*.', '.NAME.')}`" for key in entry.ours) or "-"
-    return f"| `{entry.name}` | {ours} | {entry.note.replace('|', '/')} |"
+def _row(names: str, ours: str, note: str) -> str:
+    keys = _code(key.replace(".*.", ".NAME.") for key in ours.split()) or "-"
+    return f"| {_code(names.split())} | {keys} | {note.replace('|', '/')} |"
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 if __name__ == "__main__":

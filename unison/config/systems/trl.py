@@ -56,10 +56,7 @@ TRL: Final[Entries] = {
         '"sequence_tis", sequence_mask "sequence_mask"',
     ),
     "vllm_importance_sampling_cap": ("correction.upper", ""),
-    "off_policy_mask_threshold": (
-        "",
-        "nothing is left out by the sign of its advantage; correction.reject goes by the ratio alone",
-    ),
+    "off_policy_mask_threshold": ("algorithm.mask_threshold", 'with algorithm.loss = "opsm"'),
     "beta": ("algorithm.kl_coef", 'in the loss for GRPO; for RLOO with algorithm.kl_in = "reward"'),
     "kl_coef": ("algorithm.kl_coef", 'with algorithm.kl_in = "reward"'),
     "kl_estimator": ("algorithm.kl", ""),

@@ -80,6 +80,7 @@ CANDIDATES: tuple[Any, ...] = (
     "clip",
     "reduced",
     "refreshed",
+    "log_mean_exp",
 )
 
 

@@ -100,7 +100,10 @@ def test_whitening_published_values() -> None:
 def test_whitening_ignores_rubbish_and_has_no_noise_without_contrast() -> None:
     rubbish = torch.tensor([1.0, NAN, 3.0, INF])
     assert all_close(masked_whiten(rubbish, torch.tensor([1, 0, 1, 0])).tolist(), [-0.707107, 0, 0.707107, 0])
+    population = masked_whiten(rubbish, torch.tensor([1, 0, 1, 0]), correction=0)
+    assert all_close(population.tolist(), [-1, 0, 1, 0])
     equal = torch.full((7,), 0.9)
+    assert masked_whiten(equal, torch.ones(7), correction=0).tolist() == [0.0] * 7
     assert masked_whiten(equal, torch.ones(7)).tolist() == [0.0] * 7
     assert all_close(masked_whiten(equal, torch.ones(7), shift_mean=False).tolist(), [0.9] * 7, 1e-7)
     assert masked_whiten(torch.tensor([5.0, 1.0]), torch.tensor([1, 0])).tolist() == [0.0, 0.0]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.algorithms.ragged import all_close, gradient, gradient_list, ragged_batches
 from unison.algorithms.aggregation import select, token_sum
-from unison.algorithms.policy_loss import PolicyLoss, clipped_policy_loss
+from unison.algorithms.losses.base import PolicyLoss
+from unison.algorithms.losses.clipped import clipped_policy_loss
 from unison.core.errors import ConfigError
 
 DOUBLE = torch.float64

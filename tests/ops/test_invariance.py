@@ -99,3 +99,11 @@ def test_one_key_head_shared_by_all_queries(group_size: int, dtype: torch.dtype)
         torch.set_num_threads(threads)
         for length in lengths:
             assert torch.equal(whole(length), expected[:length]), f"{length} keys, {threads} threads"
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("width", [1, 7, 100, 576, 1537, 4864])
+def test_row_dots(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    rows, weight = torch.randn(NUM_ROWS, width, generator=generator), torch.randn(width, generator=generator)
+    assert_rows_are_their_own(lambda x: basic.row_dots(x, weight.to(dtype)), rows.to(dtype))

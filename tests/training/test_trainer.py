@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.training.make_trainer import columns_of, make_algorithm, make_trainer
 from tests.training.oracle import OracleSample, OracleSettings, oracle_loss_and_gradient
-from unison.algorithms.advantages import group_advantages
-from unison.config.schema import AlgorithmConfig, EngineConfig, TrainerConfig
+from unison.config.schema import EngineConfig, TrainerConfig
 from unison.core.errors import NonFiniteError
 from unison.core.records import Sample, SampleStatus
 from unison.core.sampling import SamplingParams
@@ -19,33 +19,10 @@ from unison.engine.engine import Engine
 from unison.models.loading import load_model
 from unison.models.names import published_tensors
 from unison.ops.padding import EXACT
-from unison.training.rows import TrainingRow, build_rows, reward_columns
 from unison.training.trainer import Trainer
 
 TinyModelDir = Callable[..., Path]
 TEMPERATURE = 0.8
-
-
-def make_trainer(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    reference: Path | None = None,
-    kl_coef: float = 0.0,
-    dump_dir: Path | None = None,
-    **trainer_settings: object,
-) -> Trainer:
-    masters = load_model(folder, torch.float32)
-    model = masters if dtype == torch.float32 else load_model(folder, dtype)
-    return Trainer(
-        model,
-        {name: parameter.data for name, parameter in masters.named_parameters()},
-        path=EXACT,
-        config=TrainerConfig(**trainer_settings),  # type: ignore[arg-type]
-        algorithm=AlgorithmConfig(kl_coef=kl_coef),
-        reference=load_model(reference or folder, dtype) if kl_coef else None,
-        dump_dir=dump_dir,
-    )
 
 
 def perturbed(folder: Path, target: Path, scale: float) -> Path:
@@ -102,12 +79,6 @@ def as_samples(batch: list[OracleSample]) -> list[Sample]:
     return samples
 
 
-def as_rows(samples: list[Sample]) -> list[TrainingRow]:
-    rewards, group_ids, valid = reward_columns(samples)
-    advantages = group_advantages(rewards, group_ids, valid, normalize_std=True, epsilon=1e-6)
-    return build_rows(samples, advantages, "mask")
-
-
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     own = {name: trainer.masters.gradient(p) for name, p in trainer.masters.parameters.items()}
     return published_tensors(trainer.model, own)
@@ -127,8 +98,10 @@ def test_loss_and_gradient_equal_a_float64_oracle(tiny_model_dir: TinyModelDir, 
     settings = OracleSettings(0.2, 0.28, 0.1, TEMPERATURE, True, 1e-6)
     expected_loss, expected = oracle_loss_and_gradient(folder, reference, batch, settings)
 
-    trainer = make_trainer(folder, reference=reference, kl_coef=0.1, learning_rate=0.0, max_grad_norm=0.0)
-    totals = trainer.step(as_rows(as_samples(batch)))
+    trainer = make_trainer(
+        folder, reference=reference, algorithm={"kl_coef": 0.1}, learning_rate=0.0, max_grad_norm=0.0
+    )
+    totals = trainer.step(columns_of(as_samples(batch)))
 
     assert totals.loss == pytest.approx(expected_loss, rel=1e-5)
     assert 0 < totals.num_clipped < totals.num_trained_tokens
@@ -138,11 +111,11 @@ def test_loss_and_gradient_equal_a_float64_oracle(tiny_model_dir: TinyModelDir, 
 
 
 def test_gradient_does_not_depend_on_how_the_batch_is_cut(tiny_model_dir: TinyModelDir) -> None:
-    rows = as_rows(as_samples(oracle_batch()))
+    samples = as_samples(oracle_batch())
     found = []
     for budget, order in ((8, 1), (40, 1), (4096, 1), (4096, -1)):
         trainer = make_trainer(tiny_model_dir(), learning_rate=0.0, max_grad_norm=0.0, micro_batch_tokens=budget)
-        totals = trainer.step(rows[::order])
+        totals = trainer.step(columns_of(samples[::order]))
         found.append((totals.loss, gradients(trainer), totals.num_micro_batches))
     assert len({count for _, _, count in found}) > 2
     for loss, gradient, _ in found[1:]:
@@ -175,21 +148,23 @@ def test_the_trainer_finds_the_very_log_probs_of_the_rollout(
             sample.append_world(output.prompt_ids, role="prompt")
             sample.append_sampled(output.token_ids, output.logprobs, [0] * len(output.token_ids))
             samples.append(sample)
-    trainer = make_trainer(folder, dtype=dtype, kl_coef=0.1, micro_batch_tokens=256, logprob_chunk_tokens=24)
-    totals = trainer.step(as_rows(samples))
+    trainer = make_trainer(
+        folder, dtype=dtype, algorithm={"kl_coef": 0.1}, micro_batch_tokens=256, logprob_chunk_tokens=24
+    )
+    totals = trainer.step(columns_of(samples))
     assert totals.num_trained_tokens == 4 * 3 * 20
     assert totals.num_micro_batches > 2
     assert totals.logp_diff_max == 0
     assert totals.ratio_max == 1
     assert totals.ratio_sum == totals.num_trained_tokens
-    assert totals.kl_sum == 0
+    assert totals.kl_sum == 0 and totals.first_reference_diff == 0
 
 
 def test_one_update_is_adamw_with_clipped_gradient_and_decay_on_matrices_only(tiny_model_dir: TinyModelDir) -> None:
     settings = {"learning_rate": 1e-3, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.5}
     trainer = make_trainer(tiny_model_dir(), **settings)  # type: ignore[arg-type]
     before = {name: p.detach().double().clone() for name, p in trainer.masters.parameters.items()}
-    totals = trainer.step(as_rows(as_samples(oracle_batch())))
+    totals = trainer.step(columns_of(as_samples(oracle_batch())))
     assert totals.learning_rate == 0.5e-3
     assert totals.grad_norm > 0.5
     for name, parameter in trainer.masters.parameters.items():
@@ -205,7 +180,7 @@ def test_one_update_is_adamw_with_clipped_gradient_and_decay_on_matrices_only(ti
 def test_bfloat16_training_keeps_float32_masters(tiny_model_dir: TinyModelDir) -> None:
     trainer = make_trainer(tiny_model_dir(), dtype=torch.bfloat16, learning_rate=1e-6)
     before = {name: p.detach().clone() for name, p in trainer.masters.parameters.items()}
-    trainer.step(as_rows(as_samples(oracle_batch())))
+    trainer.step(columns_of(as_samples(oracle_batch())))
     model = dict(trainer.model.named_parameters())
     for name, master in trainer.masters.parameters.items():
         assert master.dtype == torch.float32
@@ -221,18 +196,18 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_writes_the_batch(
     tiny_model_dir: TinyModelDir, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     trainer = make_trainer(tiny_model_dir(), dtype=dtype, dump_dir=tmp_path / "failures", learning_rate=1e-2)
-    rows = as_rows(as_samples(oracle_batch()))
-    trainer.step(rows)
+    samples = as_samples(oracle_batch())
+    trainer.step(columns_of(samples))
     with torch.no_grad():
-        next(iter(trainer.model.parameters()))[rows[0].token_ids[0]] = math.nan
+        next(iter(trainer.model.parameters()))[samples[0].token_ids[0]] = math.nan
     before = {name: p.detach().clone() for name, p in trainer.masters.parameters.items()}
     with pytest.raises(NonFiniteError, match=r"no weight was changed.*batch-2\.jsonl"):
-        trainer.step(rows)
+        trainer.step(columns_of(samples))
     for name, parameter in trainer.masters.parameters.items():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num())
     assert trainer.num_steps == 1
     written = [json.loads(line) for line in (tmp_path / "failures" / "batch-2.jsonl").read_text().splitlines()]
-    assert [row["token_ids"] for row in written] == [row.token_ids for row in rows]
+    assert [row["token_ids"] for row in written] == [sample.token_ids for sample in samples]
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update(tiny_model_dir: TinyModelDir) -> None:
@@ -240,15 +215,15 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tiny_model_dir: T
     before = {name: p.detach().clone() for name, p in trainer.masters.parameters.items()}
     parameter = next(iter(trainer.model.parameters()))
     handle = parameter.register_hook(lambda gradient: gradient * math.inf)
-    rows = as_rows(as_samples(oracle_batch()))
+    samples = as_samples(oracle_batch())
     with pytest.raises(NonFiniteError, match="gradient norm"):
-        trainer.step(rows)
+        trainer.step(columns_of(samples))
     assert all(torch.equal(p, before[name]) for name, p in trainer.masters.parameters.items())
     handle.remove()
     # The broken gradient is not carried over: the next step is that of a fresh trainer.
-    trainer.step(rows)
+    trainer.step(columns_of(samples))
     fresh = make_trainer(tiny_model_dir(), learning_rate=1e-2)
-    fresh.step(rows)
+    fresh.step(columns_of(samples))
     for name, own in trainer.masters.parameters.items():
         assert torch.equal(own, fresh.masters.parameters[name])
 
@@ -259,7 +234,7 @@ def test_nothing_moves_where_no_token_is_trained(tiny_model_dir: TinyModelDir) -
         sample.truncated = True
     trainer = make_trainer(tiny_model_dir(), learning_rate=1e-2)
     before = {name: p.detach().clone() for name, p in trainer.masters.parameters.items()}
-    totals = trainer.step(as_rows(as_samples(batch)))
+    totals = trainer.step(columns_of(as_samples(batch)))
     assert not totals.updated
     assert all(torch.equal(p, before[name]) for name, p in trainer.masters.parameters.items())
 
@@ -267,19 +242,19 @@ def test_nothing_moves_where_no_token_is_trained(tiny_model_dir: TinyModelDir) -
 def test_a_kl_weight_needs_a_reference(tiny_model_dir: TinyModelDir) -> None:
     model = load_model(tiny_model_dir(), torch.float32)
     with pytest.raises(ValueError, match="reference"):
-        Trainer(model, {}, path=EXACT, config=TrainerConfig(), algorithm=AlgorithmConfig(kl_coef=0.1))
+        Trainer(model, {}, path=EXACT, config=TrainerConfig(), algorithm=make_algorithm(kl_coef=0.1))
 
 
 def test_weights_that_are_not_finite_are_never_published(tiny_model_dir: TinyModelDir) -> None:
     trainer = make_trainer(tiny_model_dir(), dtype=torch.bfloat16, learning_rate=1e-2)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    step = trainer._optimizer.step
+    step = trainer._policy._optimizer.step
 
     def broken_step() -> None:
         step()
         next(iter(trainer.masters.parameters.values())).data[0, 0] = 3.4e38  # finite in float32, infinite in bfloat16
 
-    trainer._optimizer.step = broken_step  # type: ignore[method-assign,assignment]
+    trainer._policy._optimizer.step = broken_step  # type: ignore[method-assign,assignment]
     with pytest.raises(NonFiniteError, match="not published"):
-        trainer.step(as_rows(as_samples(oracle_batch())))
+        trainer.step(columns_of(as_samples(oracle_batch())))
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.test_trainer import as_rows, as_samples, make_trainer, oracle_batch
+from tests.training.make_trainer import columns_of, make_trainer
+from tests.training.test_trainer import as_samples, oracle_batch
 from unison.core.errors import CheckpointError
 from unison.training.trainer import Trainer
 from unison.weights.checksum import tensors_digest
@@ -44,29 +45,29 @@ def digests(trainer: Trainer) -> tuple[str, ...]:
 def test_the_next_steps_are_the_same_to_the_bit(
     tiny_model_dir: TinyModelDir, dtype: torch.dtype, num_before: int
 ) -> None:
-    rows = as_rows(as_samples(oracle_batch()))
-    first = make_trainer(tiny_model_dir(), dtype=dtype, kl_coef=0.1, **SETTINGS)
+    samples = as_samples(oracle_batch())
+    first = make_trainer(tiny_model_dir(), dtype=dtype, algorithm={"kl_coef": 0.1}, **SETTINGS)
     for _ in range(num_before):
-        first.step(rows)
+        first.step(columns_of(samples))
     saved = copied(first)
-    second = make_trainer(tiny_model_dir(), dtype=dtype, kl_coef=0.1, **SETTINGS)
-    second.step(rows[:2])  # whatever it did before is forgotten
+    second = make_trainer(tiny_model_dir(), dtype=dtype, algorithm={"kl_coef": 0.1}, **SETTINGS)
+    second.step(columns_of(samples[:2]))  # whatever it did before is forgotten
     second.load_state(saved, first.num_steps)
     assert second.num_steps == num_before and digests(second) == digests(first)
     for order in (1, -1):
-        one, other = first.step(rows[::order]), second.step(rows[::order])
+        one, other = first.step(columns_of(samples[::order])), second.step(columns_of(samples[::order]))
         assert (one.loss, one.grad_norm, one.learning_rate) == (other.loss, other.grad_norm, other.learning_rate)
         assert digests(second) == digests(first)
 
 
 def test_a_loaded_state_shares_no_memory_with_what_it_came_from(tiny_model_dir: TinyModelDir) -> None:
-    rows = as_rows(as_samples(oracle_batch()))
+    samples = as_samples(oracle_batch())
     trainer = make_trainer(tiny_model_dir(), **SETTINGS)
-    trainer.step(rows)
+    trainer.step(columns_of(samples))
     saved = copied(trainer)
     before = {group: tensors_digest(members) for group, members in saved.items()}
     trainer.load_state(saved, 1)
-    trainer.step(rows)
+    trainer.step(columns_of(samples))
     assert {group: tensors_digest(members) for group, members in saved.items()} == before
 
 
@@ -119,7 +120,7 @@ def test_a_state_that_does_not_fit_is_refused(
     tiny_model_dir: TinyModelDir, change: Callable[[State], Any], message: str
 ) -> None:
     trainer = make_trainer(tiny_model_dir(), **SETTINGS)
-    trainer.step(as_rows(as_samples(oracle_batch())))
+    trainer.step(columns_of(as_samples(oracle_batch())))
     saved = copied(trainer)
     change(saved)
     with pytest.raises(CheckpointError, match=message):
@@ -129,6 +130,6 @@ def test_a_state_that_does_not_fit_is_refused(
 def test_before_the_first_step_there_are_no_moments_and_none_are_taken(tiny_model_dir: TinyModelDir) -> None:
     trainer = make_trainer(tiny_model_dir(), **SETTINGS)
     assert trainer.state_tensors()["optimizer"] == {}
-    trainer.step(as_rows(as_samples(oracle_batch())))
+    trainer.step(columns_of(as_samples(oracle_batch())))
     with pytest.raises(CheckpointError, match="is not one of it"):
         make_trainer(tiny_model_dir(), **SETTINGS).load_state(copied(trainer), 0)

@@ -1,4 +1,4 @@
-"""Sums, means, whitening and entropy over chosen tokens.
+"""Sums, means, whitening and entropy over chosen tokens, and what each token weighs in the loss of a batch.
 
 Masked places are left out by selection, never multiplied by 0: 0 times NaN or infinity is NaN.
 A selection protects what comes before it only down to the tensor it cuts, because the chain rule multiplies
@@ -7,8 +7,15 @@ too. So select the tokens first and compute on them, rather than compute on all 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Sequence
+from typing import get_args
+
 import torch
 from torch import Tensor
+
+from unison.config.algorithm import Aggregation
+from unison.core.errors import ConfigError
 
 
 def select(weights: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
@@ -36,18 +43,83 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return kept.double().sum() / max(kept.numel(), 1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """Values [T] scaled to mean 0 and sample standard deviation (n - 1) 1 over mask [T]; 0 outside it.
+def exact_sum(values: Sequence[float]) -> float:
+    """Sum, correctly rounded, so the same in any order; infinite or NaN where the values ask for it."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # math.fsum refuses inf - inf, and partial sums beyond 1.8e308
+        return sum(values)
 
-    (x - mean) / (std + epsilon), plus the mean again with ``shift_mean`` off. Equal values, or a single one,
-    have no spread: their scaled part is exactly 0. Computed in float64, returned in float32 or wider.
+
+def exact_sums(values: Tensor, keys: Tensor, num_keys: int) -> Tensor:
+    """Sums of values [T] by int64 key [T] in [0, num_keys) -> float64 [num_keys], without gradient.
+
+    Each is correctly rounded, so no order of the tokens changes a bit of it; 0 for a key that does not occur.
+    """
+    ordered: list[float] = values.detach().double()[torch.argsort(keys, stable=True)].tolist()
+    ends: list[int] = torch.bincount(keys, minlength=num_keys).cumsum(0).tolist()
+    sums = [exact_sum(ordered[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    return torch.tensor(sums, dtype=torch.float64, device=values.device)
+
+
+def token_weights(
+    aggregation: Aggregation,
+    *,
+    weights_T: Tensor,
+    counted_T: Tensor,
+    row_T: Tensor,
+    num_rows: int,
+    trajectory_ids: Sequence[Hashable],
+    group_ids: Sequence[Hashable],
+    fixed_length: int,
+) -> Tensor:
+    """Factor of each token's loss in the loss of the whole batch -> float64 [T].
+
+    The loss of the batch is the plain sum of factor times loss, so micro-batches and ranks of any cut add up to it.
+    ``weights_T`` is each token's weight in the loss (0: not in it), ``counted_T`` its weight in the denominators: the
+    same, or more where tokens that were left out still count. ``row_T`` [T] int64 is the row (one sequence of the
+    batch) in [0, num_rows) of each token; ``trajectory_ids`` and ``group_ids`` name trajectory and prompt of each row.
+    With w and c the two weights of a token, and only units with any c > 0 counted in "number of":
+
+    - ``token_mean``: w / sum of c over the batch.
+    - ``token_sum``: w.
+    - ``sequence_mean_token_mean``: w / (number of rows * sum of c over its row).
+    - ``sequence_mean_token_sum``: w / number of rows.
+    - ``fixed_length``: w / (number of rows * fixed_length) (Dr. GRPO, Liu et al. 2025): padding plays no part in it.
+    - ``trajectory_mean``: as sequence_mean_token_mean, all rows of one trajectory being one sequence.
+    - ``prompt_mean``: as sequence_mean_token_mean, all rows of one prompt being one sequence.
+
+    0 where nothing counts, so nothing is divided by 0. Sums are correctly rounded: the order of rows and tokens changes
+    no bit. Raises ConfigError for an unknown aggregation or a ``fixed_length`` that cannot divide.
+    """
+    weights, counted = weights_T.detach().double(), counted_T.detach().double()
+    if aggregation == "token_sum":
+        return weights.clone()
+    if aggregation in ("sequence_mean_token_sum", "fixed_length"):
+        num_counted = int((exact_sums(counted, row_T, num_rows) > 0).sum())
+        length = _checked_length(fixed_length) if aggregation == "fixed_length" else 1
+        return weights / (max(num_counted, 1) * length)
+    unit_T, num_units = _units(aggregation, row_T, num_rows, trajectory_ids, group_ids)
+    counts = exact_sums(counted, unit_T, num_units)
+    denominators = (counts * int((counts > 0).sum()))[unit_T]
+    return torch.where(denominators > 0, weights / torch.where(denominators > 0, denominators, 1.0), 0.0)
+
+
+def masked_whiten(
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8, correction: int = 1
+) -> Tensor:
+    """Values [T] scaled to mean 0 and standard deviation 1 over mask [T]; 0 outside it.
+
+    (x - mean) / (std + epsilon), plus the mean again with ``shift_mean`` off. The deviation divides by n - correction:
+    1 is that of a sample, 0 of a population. Equal values, or a single one, have no spread: their scaled part is
+    exactly 0. Computed in float64, returned in float32 or wider.
     """
     (kept,) = select(mask, values.double())
     mean = masked_mean(values, mask)
     if kept.numel() < 2 or bool(kept.max() == kept.min()):
         white = kept - kept
     else:
-        white = (kept - mean) / (kept.std(correction=1) + epsilon)
+        white = (kept - mean) / (kept.std(correction=correction) + epsilon)
     if not shift_mean:
         white = white + mean
     whole = torch.zeros_like(values, dtype=torch.float64).index_put((_chosen(mask),), white)
@@ -85,3 +157,31 @@ def _chosen(weights: Tensor) -> Tensor:
     if weights.ndim != 1:
         raise ValueError(f"weights have shape {tuple(weights.shape)}; one per token, [T], is needed")
     return weights != 0
+
+
+def _units(
+    aggregation: Aggregation,
+    row_T: Tensor,
+    num_rows: int,
+    trajectory_ids: Sequence[Hashable],
+    group_ids: Sequence[Hashable],
+) -> tuple[Tensor, int]:
+    """What the token mean is taken over first: the unit of each token [T], and how many there are."""
+    if aggregation == "token_mean":
+        return torch.zeros_like(row_T), 1
+    if aggregation == "sequence_mean_token_mean":
+        return row_T, num_rows
+    if aggregation not in ("trajectory_mean", "prompt_mean"):
+        raise ConfigError(f"aggregation={aggregation!r} is unknown; use one of {', '.join(get_args(Aggregation))}")
+    ids = trajectory_ids if aggregation == "trajectory_mean" else group_ids
+    if len(ids) != num_rows:
+        raise ValueError(f"{len(ids)} ids given for {num_rows} rows")
+    numbers: dict[Hashable, int] = {}
+    unit_of_row = [numbers.setdefault(one, len(numbers)) for one in ids]
+    return torch.tensor(unit_of_row, dtype=torch.int64, device=row_T.device)[row_T], len(numbers)
+
+
+def _checked_length(fixed_length: int) -> int:
+    if not fixed_length > 0:
+        raise ConfigError(f"fixed_length={fixed_length} cannot divide; use the most tokens that a response may have")
+    return fixed_length

@@ -11,9 +11,10 @@ from typing import Any, Final, Literal, cast
 import msgspec
 from torch import Tensor
 
-from unison.algorithms.corrections import Correction, resolve_correction
+from unison.algorithms.correction_recipes import describe_correction, resolve_correction
+from unison.algorithms.corrections import Correction
 from unison.algorithms.kl import KlKind
-from unison.algorithms.losses.base import LossBatch, PolicyLoss
+from unison.algorithms.losses.base import MAX_LOG_RATIO, LossBatch, PolicyLoss
 from unison.algorithms.recipes import Recipe, find_recipe
 from unison.algorithms.registry import Use, find_advantage, find_loss, settings_of, takers_of, uses_of
 from unison.algorithms.shaping import Shaping
@@ -39,6 +40,7 @@ FUNCTION_SETTINGS: Final = (
     "temperature_positive",
     "temperature_negative",
     "tau",
+    "baseline",
 )
 """Keys that reach the advantage or the loss, whichever takes a parameter of the name."""
 
@@ -94,6 +96,8 @@ class Algorithm:
             weighted = ", ratio-weighted" if self.kl.ratio_weighted else ""
             control = "" if self.kl.control == "fixed" else f", {self.kl.control} control to {self.kl.target:g}"
             lines.append(f"KL             {self.kl.kind} in the {self.kl.place}, {self.kl.coef:g}{weighted}{control}")
+        if self.correction.needs_recompute:
+            lines.append(f"correction     {describe_correction(self.correction)}")
         return lines
 
 
@@ -107,6 +111,7 @@ def assemble(config: TrainConfig) -> Algorithm:
     given = _given_settings(algorithm, chosen)
     of_advantage = _settings(advantage, given)
     of_loss = _settings(loss, given)
+    _check_recipe(algorithm.name, recipe)
     problems = [
         *_without_taker(algorithm, given, {**of_advantage, **of_loss}, advantage_name, loss_name),
         *_coupled(algorithm, chosen, of_advantage | of_loss),
@@ -161,6 +166,17 @@ def _given_settings(algorithm: AlgorithmConfig, chosen: Mapping[str, Any]) -> di
     return {key: chosen[key] for key in FUNCTION_SETTINGS if chosen[key] is not None} | dict(chosen["options"])
 
 
+def _check_recipe(name: str, recipe: Recipe) -> None:
+    """What a recipe sets must be a key, or a parameter of its own functions."""
+    own = settings_of(find_advantage(recipe.advantage)) | settings_of(find_loss(recipe.loss))
+    unknown = [key for key in recipe.settings if key not in AlgorithmConfig.__struct_fields__ and key not in own]
+    if unknown:
+        raise ConfigError(
+            f"the recipe {name} sets {unknown[0]!r}, which is no key of [algorithm] and no parameter of "
+            f"{recipe.advantage} or {recipe.loss}"
+        )
+
+
 def _settings(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: given.get(key, default) for key, default in settings_of(function).items()}
 
@@ -190,6 +206,19 @@ def _coupled(algorithm: AlgorithmConfig, chosen: Mapping[str, Any], settings: Ma
                     f"algorithm.{key}={getattr(algorithm, key)!r} has no effect with normalize_std=false; leave it "
                     "out, or set normalize_std=true"
                 )
+    if settings.get("whiten") is False and "normalize_std" not in settings and algorithm.std is not None:
+        yield f"algorithm.std={algorithm.std!r} has no effect with whiten=false; leave it out, or set whiten=true"
+    tau_of_loss = "tau" in settings_of(find_loss(chosen["loss"]))
+    if settings.get("baseline") == "mean" and algorithm.tau is not None and not tau_of_loss:
+        yield (
+            f'algorithm.tau={algorithm.tau:g} has no effect with baseline="mean"; leave it out, or set '
+            'baseline="log_mean_exp"'
+        )
+    if settings.get("clip_high", 0.0) > math.exp(MAX_LOG_RATIO) - 1:
+        yield (
+            f"algorithm.clip_high={settings['clip_high']:g} has no effect: the ratio is capped at e^{MAX_LOG_RATIO:g} "
+            f"= {math.exp(MAX_LOG_RATIO):.3g} anyway; use a value like 0.28"
+        )
     if settings.get("clip_low") == 0 and settings.get("clip_high") == 0:
         yield (
             "algorithm.clip_low=0 and algorithm.clip_high=0 leave the ratio no room: a token whose log-prob has moved "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,30 +11,62 @@ from unison.core.errors import ConfigError
 
 KlKind = Literal["k1", "k2", "k3", "low_var", "abs"]
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO: Final = 20.0
 """k3 caps reference - policy here before exp, so that value and gradient stay finite."""
+
+MAX_DIFFERENCE: Final = 1e6
+"""Largest difference of two log-probs; beyond lie only those of probability 0."""
+
+MAX_LOW_VAR: Final = 10.0
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
     """KL(policy || reference) from log-probs [T] of tokens the policy sampled -> [T].
 
     Source: Schulman 2020, "Approximating KL divergence". With d = reference - policy:
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (never negative, 0 for equal inputs).
 
-    Departure: in k3 d is capped at MAX_LOG_RATIO (value 4.85e8, gradient 0 beyond). Computed in float64,
-    because k3 of close policies is a small difference of large terms; returned in the widest dtype given,
-    float32 at least. Gradient flows to ``logprobs`` only. Raises ConfigError for an unknown kind.
+    - k1 = -d. Unbiased; its own gradient has mean 0, so it is for rewards.
+    - k2 = d^2 / 2. Biased; its gradient is the KL's.
+    - k3 = exp(d) - d - 1, never negative, 0 for equal inputs. Unbiased; its gradient is that of KL(reference ||
+      policy).
+    - low_var: k3 of d within +-MAX_LOG_RATIO, at most MAX_LOW_VAR.
+    - abs = |d|. No KL at all, but what is moved shows.
+
+    Departures: in k3 d is capped at MAX_LOG_RATIO (value 4.85e8), in the others held within +-MAX_DIFFERENCE. Beyond
+    a cap or bound the gradient is 0. Computed in float64, because k3 of close policies is a small difference of large
+    terms; returned in the widest dtype given, float32 at least. Gradient flows to ``logprobs`` only. Raises
+    ConfigError for an unknown kind.
     """
     dtype = torch.promote_types(torch.promote_types(logprobs.dtype, reference.dtype), torch.float32)
-    policy, fixed = logprobs.double(), reference.detach().double()
+    difference = (reference.detach().double() - logprobs.double()).clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
     if kind == "k1":
-        value = policy - fixed
+        value = -difference
     elif kind == "k2":
-        value = (fixed - policy).square() / 2
+        value = difference.square() / 2
     elif kind == "k3":
-        difference = (fixed - policy).clamp(max=MAX_LOG_RATIO)
-        # Rounding may leave -1e-17 where the policies nearly agree.
-        value = (torch.expm1(difference) - difference).clamp(min=0.0)
+        value = _k3(difference.clamp(max=MAX_LOG_RATIO))
+    elif kind == "low_var":
+        value = _k3(difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=MAX_LOW_VAR)
+    elif kind == "abs":
+        value = difference.abs()
     else:
         raise ConfigError(f"KL estimator {kind!r} is unknown; use one of {', '.join(get_args(KlKind))}")
     return value.to(dtype)
+
+
+def ratio_weighted_kl(logprobs: Tensor, old_logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
+    """(policy / old policy) KL estimate from log-probs [T] of tokens the *old* policy sampled -> [T].
+
+    The gradient flows through the ratio too. So with k1 or k3 it is, in the mean over samples, the gradient of
+    KL(policy || reference), however far the policy has moved from the old one. Source: the unbiased KL estimate of
+    DeepSeek-V3.2 (2025). Departure: the log-ratio is capped at MAX_LOG_RATIO; beyond it the ratio is constant.
+    """
+    dtype = torch.promote_types(torch.promote_types(logprobs.dtype, reference.dtype), torch.float32)
+    dtype = torch.promote_types(dtype, old_logprobs.dtype)
+    ratio = (logprobs.double() - old_logprobs.detach().double()).clamp(max=MAX_LOG_RATIO).exp()
+    return (ratio * kl_estimate(logprobs.double(), reference, kind)).to(dtype)
+
+
+def _k3(difference: Tensor) -> Tensor:
+    # Rounding may leave -1e-17 where the policies nearly agree.
+    return (torch.expm1(difference) - difference).clamp(min=0.0)

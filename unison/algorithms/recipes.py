@@ -23,8 +23,71 @@ class Recipe:
     """Further keys of ``[algorithm]``, or parameters of functions of one's own."""
 
 
+_CLIPPED: Final = {"clip_low": 0.2, "clip_high": 0.2}
+
 RECIPES: Final[dict[str, Recipe]] = {
+    # Shao et al. 2024 (DeepSeekMath), with the higher upper bound of DAPO.
     "grpo": Recipe(advantage="grpo", loss="clipped", settings={"clip_low": 0.2, "clip_high": 0.28}),
+    # Liu et al. 2025: neither the deviation of a group nor the length of a response scales what is learnt.
+    "dr_grpo": Recipe(
+        advantage="grpo", loss="clipped", aggregation="fixed_length", settings={**_CLIPPED, "normalize_std": False}
+    ),
+    # Yu et al. 2025; its dynamic sampling and overlong punishment are keys of their own.
+    "dapo": Recipe(advantage="grpo", loss="clipped", settings={"clip_low": 0.2, "clip_high": 0.28}),
+    # Ahmadian et al. 2024: the response is one action, its KL part of the reward.
+    "rloo": Recipe(
+        advantage="rloo",
+        loss="policy_gradient",
+        aggregation="sequence_mean_token_sum",
+        settings={"kl_in": "reward"},
+    ),
+    # Williams 1992.
+    "reinforce": Recipe(
+        advantage="reinforce",
+        loss="policy_gradient",
+        aggregation="sequence_mean_token_sum",
+        settings={"kl_in": "reward", "gamma": 1.0},
+    ),
+    # Hu 2025.
+    "reinforce_pp": Recipe(
+        advantage="reinforce_pp",
+        loss="clipped",
+        settings={**_CLIPPED, "kl_in": "reward", "gamma": 1.0, "whiten": True},
+    ),
+    # Hu 2025, with the mean reward of the group as baseline.
+    "reinforce_pp_baseline": Recipe(
+        advantage="reinforce_pp_baseline", loss="clipped", settings={**_CLIPPED, "kl_in": "reward", "whiten": True}
+    ),
+    # Li et al. 2023.
+    "remax": Recipe(
+        advantage="remax",
+        loss="policy_gradient",
+        aggregation="sequence_mean_token_sum",
+        settings={"kl_in": "reward"},
+    ),
+    # Schulman et al. 2017, as used for language models since Ouyang et al. 2022: KL in the reward, a critic.
+    "ppo": Recipe(
+        advantage="gae",
+        loss="clipped",
+        settings={**_CLIPPED, "kl_in": "reward", "gamma": 1.0, "lam": 0.95, "whiten": True},
+    ),
+    # Zheng et al. 2025: the ratio is that of the whole response, and so are its narrow bounds.
+    "gspo": Recipe(
+        advantage="grpo",
+        loss="gspo",
+        aggregation="sequence_mean_token_mean",
+        settings={"clip_low": 3e-4, "clip_high": 4e-4},
+    ),
+    # Zhao et al. 2025: the geometric mean of the clipped ratios of a response.
+    "gmpo": Recipe(advantage="grpo", loss="gmpo", aggregation="sequence_mean_token_mean"),
+    # MiniMax 2025 (MiniMax-M1): clips the weight of a token, not its gradient.
+    "cispo": Recipe(advantage="grpo", loss="cispo"),
+    # Gao et al. 2025: a soft gate in place of the clip.
+    "sapo": Recipe(advantage="grpo", loss="sapo", aggregation="sequence_mean_token_mean"),
+    # Kimi Team 2025 (Kimi k1.5): squared loss of policy mirror descent. Loss and advantage share tau.
+    "mirror": Recipe(advantage="mirror", loss="mirror", aggregation="sequence_mean_token_mean", settings={"tau": 0.1}),
+    # Qi et al. 2026: bounds the divergence of the policies in place of the ratio.
+    "dppo": Recipe(advantage="grpo", loss="dppo"),
 }
 
 

@@ -44,6 +44,8 @@ class Trajectories:
     """Bool: has a reward. Others stay out of all statistics, and get advantage 0."""
     truncated_N: Tensor
     """Bool: ended by length, so that the trajectory would have gone on."""
+    rewarded_T: Tensor | None = None
+    """Bool: a reward, 0 as well as any other, was given at this token. False elsewhere."""
     penalties_T: Tensor | None = None
     """Float64: the KL to the reference times its coefficient, to be taken off the reward of each sampled token."""
     values_T: Tensor | None = None
@@ -61,10 +63,10 @@ class Trajectories:
     @property
     def net_rewards_T(self) -> Tensor:
         """Float64: rewards less the KL penalties, 0 where the trajectory has no valid reward."""
-        rewards = torch.where(self.valid_N[self.trajectory_T], self.rewards_T, 0.0)
-        if self.penalties_T is None:
-            return rewards
-        return rewards - torch.where(self.sampled_T, self.penalties_T, 0.0)
+        rewards = self.rewards_T
+        if self.penalties_T is not None:
+            rewards = rewards - torch.where(self.sampled_T, self.penalties_T, 0.0)
+        return torch.where(self.valid_N[self.trajectory_T], rewards, 0.0)
 
     @property
     def net_outcomes_N(self) -> Tensor:

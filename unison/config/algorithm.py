@@ -91,9 +91,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Meta(description="Truncated samples count in their group; mask leaves them out of the loss."),
     ] = "mask"
     clip_low: Annotated[
-        Annotated[float, Meta(ge=0, lt=1)] | None, Meta(description="Lower bound of the ratio: 1 - clip_low.")
+        Rate | None, Meta(description="Lower bound of the ratio, 1 - clip_low; of the log-ratio in gmpo.")
     ] = None
-    clip_high: Annotated[NonNegative | None, Meta(description="Upper bound of the ratio: 1 + clip_high.")] = None
+    clip_high: Annotated[
+        NonNegative | None, Meta(description="Upper bound of the ratio, 1 + clip_high; of the log-ratio in gmpo.")
+    ] = None
     dual_clip: Annotated[
         Annotated[float, Meta(gt=1)] | None,
         Meta(description="Where the advantage is negative, the ratio counts as at most this."),
@@ -113,6 +115,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Positive | None, Meta(description="Temperature of the soft gate where the advantage is negative.")
     ] = None
     tau: Annotated[Positive | None, Meta(description="Regularisation of the squared mirror-descent loss.")] = None
+    baseline: Annotated[
+        Literal["mean", "log_mean_exp"] | None,
+        Meta(description="Baseline of mirror descent: mean reward of the group, or tau ln mean exp(reward / tau)."),
+    ] = None
     entropy_coef: Annotated[NonNegative, Meta(description="Weight of the entropy bonus in the loss; 0 is off.")] = 0.0
     kl_coef: Annotated[NonNegative, Meta(description="Weight of the KL to the reference; 0 is off.")] = 0.0
     kl_in: Annotated[

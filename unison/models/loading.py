@@ -92,13 +92,13 @@ def load_weights(model: Decoder, folder: Path) -> None:
     loader = WeightLoader(model.spec, parameters)
     for name, tensor in stream_tensors(folder):
         if name.endswith(".rotary_emb.inv_freq"):
-            _check_frequencies(name, tensor, model.spec)
+            check_frequencies(name, tensor, model.spec)
         else:
             loader.write(name, tensor)
     loader.finish()
 
 
-def _check_frequencies(name: str, tensor: Tensor, spec: DecoderSpec) -> None:
+def check_frequencies(name: str, tensor: Tensor, spec: DecoderSpec) -> None:
     """Old checkpoints carry the rotary frequencies; they are ours to compute, but must be the same."""
     own = inverse_frequencies(spec.rope, spec.head_dim).to(tensor.dtype)
     if own.shape != tensor.shape or not torch.allclose(own.float(), tensor.float(), rtol=1e-2, atol=0):

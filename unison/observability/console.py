@@ -51,7 +51,7 @@ class ConsoleSink:
             f"{self._label(step)}",
             f"reward {number('rollout/reward_mean'):6.3f} ± {number('rollout/reward_std'):5.3f}",
             f"len {number('rollout/length_mean'):5.1f}",
-            f"kl {kl(metrics.get('train/kl')):>6}",
+            f"kl {kl(metrics.get('train/kl', metrics.get('train/reward_kl'))):>6}",
             f"ent {decimals(metrics.get('train/entropy')):>5}",
             f"trunc {percent(number('rollout/truncated_share')):>4}",
             f"Δlogp {difference(metrics.get('rollout/logp_diff_max')):>7}",

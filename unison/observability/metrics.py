@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from unison.observability.mismatch_metrics import MISMATCH
 from unison.observability.registry import Metric, MetricRegistry, render_page
+from unison.observability.training_metrics import CRITIC, TRAIN
 
 
 def _metric(name: str, unit: str, description: str, healthy: str, advice: str) -> Metric:
@@ -173,93 +175,6 @@ _ROLLOUT: Final = (
         "Standard deviation of that part over the same samples.",
         "above 0",
         "0: the part tells no sample from another; leave it out, or make it finer",
-    ),
-)
-
-_TRAIN: Final = (
-    _metric(
-        "train/loss",
-        "-",
-        "The loss that was minimised. It is no measure of progress: its expectation on the first update is near 0.",
-        "finite, around 0",
-        "spikes together with train/grad_norm: lower trainer.learning_rate",
-    ),
-    _metric(
-        "train/kl",
-        "nats",
-        "Mean k3 estimate of the KL from the policy to the reference model, by token.",
-        "0 at the first step, then slowly rising; below about 0.5",
-        "rising fast: lower trainer.learning_rate, or raise algorithm.kl_coef",
-    ),
-    _metric(
-        "train/entropy",
-        "nats",
-        "Mean entropy of the next-token distribution at sampled tokens.",
-        "falls slowly, stays above 0",
-        "collapsing to 0: lower trainer.learning_rate, or raise algorithm.clip_high",
-    ),
-    _metric(
-        "train/ratio_mean",
-        "ratio",
-        "Mean ratio of a token's probability in training to that in rollout.",
-        "exactly 1 with one update for each rollout and exact numerics",
-        "see rollout/logp_diff_max",
-    ),
-    _metric(
-        "train/ratio_max",
-        "ratio",
-        "Largest ratio of a token's probability in training to that in rollout.",
-        "exactly 1 with one update for each rollout and exact numerics",
-        "see rollout/logp_diff_max",
-    ),
-    _metric(
-        "train/clip_share",
-        "share",
-        "Share of trained tokens whose ratio was clipped.",
-        "0 with one update for each rollout; else below 0.2",
-        "lower trainer.learning_rate",
-    ),
-    _metric(
-        "train/grad_norm",
-        "-",
-        "Norm of the whole gradient before clipping.",
-        "within a factor of ten of its usual value",
-        "spikes: look at that step's rollouts; trainer.max_grad_norm bounds what they do",
-    ),
-    _metric("train/learning_rate", "-", "Learning rate of the update.", "as scheduled", _NO_ADVICE),
-    _metric("train/tokens", "tokens", "Tokens trained on in the step, prompts included.", "steady", _NO_ADVICE),
-    _metric(
-        "train/trained_tokens", "tokens", "Tokens with a loss weight: the loss's denominator.", "steady", _NO_ADVICE
-    ),
-    _metric(
-        "train/forward_seconds",
-        "s",
-        "Time of the forward passes, reference included.",
-        "about half of backward",
-        _NO_ADVICE,
-    ),
-    _metric("train/backward_seconds", "s", "Time of the backward passes.", "steady", _NO_ADVICE),
-    _metric("train/optimizer_seconds", "s", "Time of clipping, update and cast.", "steady", _NO_ADVICE),
-    _metric(
-        "train/tokens_per_s",
-        "tokens/s",
-        "Trained tokens, prompts included, by time of forward, backward and update.",
-        "steady",
-        "raise trainer.micro_batch_tokens if memory allows",
-    ),
-    _metric(
-        "train/seconds",
-        "s",
-        "Time of forward, backward and update.",
-        "steady",
-        "growing with equal lengths: see train/tokens_per_s",
-    ),
-    _metric(
-        "train/micro_batches",
-        "micro-batches",
-        "Forward and backward passes the step was cut into; the gradient does not depend on it.",
-        "few",
-        "raise trainer.micro_batch_tokens if memory allows",
     ),
 )
 
@@ -440,7 +355,9 @@ _EVAL_TIMES: Final = (
     _metric("eval/weight_version", "updates", "Weight version that was evaluated.", "the step", _NO_ADVICE),
 )
 
-METRICS: Final[MetricRegistry] = MetricRegistry((*_ROLLOUT, *_TRAIN, *_SYSTEM, *_EVAL, *_EVAL_SETS, *_EVAL_TIMES))
+METRICS: Final[MetricRegistry] = MetricRegistry(
+    (*_ROLLOUT, *TRAIN, *CRITIC, *MISMATCH, *_SYSTEM, *_EVAL, *_EVAL_SETS, *_EVAL_TIMES)
+)
 """The registry that sinks check against. A plug-in adds its own metrics with ``METRICS.register``."""
 
 

@@ -25,6 +25,15 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Ten
     return F.linear(x_TK, weight_NK, bias_N)
 
 
+def row_dots(x_TE: Tensor, weight_E: Tensor) -> Tensor:
+    """Product of each row with one vector -> [T]; products and their sum in float32, which is returned.
+
+    A matrix product with a single column takes another kernel, and another order, for other numbers of rows;
+    a sum along a row has one order.
+    """
+    return (_wide(x_TE) * _wide(weight_E)).sum(-1)
+
+
 def embedding(tokens_T: Tensor, weight_VE: Tensor) -> Tensor:
     return F.embedding(tokens_T, weight_VE)
 

@@ -11,7 +11,7 @@ import msgspec
 from unison.config.algorithm import CriticConfig
 from unison.config.schema import EngineConfig, RolloutConfig, TrainConfig, TrainerConfig
 from unison.core.errors import ConfigError
-from unison.training.mini_batches import num_mini_batches, optimizer_steps, optimizer_steps_per_rollout
+from unison.training.mini_batches import critic_steps, num_mini_batches, optimizer_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ def check_arithmetic(config: TrainConfig) -> None:
         *_rollout_problems(config.rollout),
         *_capacity_problems(config.rollout, config.engine, config.trainer),
         *_mini_batch_problems(config),
-        *_schedule_problems("trainer", config.trainer, optimizer_steps(config)),
-        *_schedule_problems("critic", config.critic, config.trainer.steps * optimizer_steps_per_rollout(config)),
+        *_schedule_problems("trainer", config.trainer, optimizer_steps(config), config.trainer.steps),
+        *_schedule_problems("critic", config.critic, critic_steps(config), config.trainer.steps),
     ]
     if problems:
         raise ConfigError("settings that do not fit together:\n" + "\n".join(f"- {problem}" for problem in problems))
@@ -190,12 +190,13 @@ def _nearest_divisor(whole: int, wanted: int) -> int:
     return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - wanted), n))
 
 
-def _schedule_problems(section: str, settings: TrainerConfig | CriticConfig, total_steps: int) -> Iterator[str]:
+def _schedule_problems(
+    section: str, settings: TrainerConfig | CriticConfig, total_steps: int, num_steps: int
+) -> Iterator[str]:
     if settings.warmup_steps > total_steps:
         yield (
-            f"{section}.warmup_steps={settings.warmup_steps} is above the {total_steps} optimizer steps that "
-            "trainer.steps, epochs and mini-batches make: the peak would never be reached; lower it, or raise "
-            "trainer.steps"
+            f"{section}.warmup_steps={settings.warmup_steps} is above the {total_steps} optimizer steps of "
+            f"trainer.steps={num_steps}: the peak would never be reached; lower the first or raise the second"
         )
     if settings.min_learning_rate > settings.learning_rate:
         yield (

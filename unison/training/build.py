@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from unison.algorithms.assemble import Algorithm
 from unison.config.schema import TrainConfig
-from unison.models.decoder import Decoder
 from unison.models.loading import load_model
 from unison.models.numerics import NumericsChoice
 from unison.models.sources import resolve_model
 from unison.models.value_model import load_value_model
 from unison.training.critic import Critic
-from unison.training.mini_batches import num_mini_batches, optimizer_steps, optimizer_steps_per_rollout
+from unison.training.mini_batches import critic_steps, num_mini_batches, optimizer_steps
 from unison.training.reference import Reference
 from unison.training.trainer import Plan, Trainer
 
@@ -24,16 +25,17 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of a run over the model in ``folder``."""
     masters = load_model(folder, torch.float32)
+    initial = {name: parameter.data for name, parameter in masters.named_parameters()}
     model = load_model(folder, choice.dtype) if choice.dtype != torch.float32 else masters
     model.checkpoint_layers = config.trainer.gradient_checkpointing
     return Trainer(
         model,
-        {name: parameter.data for name, parameter in masters.named_parameters()},
+        initial,
         path=choice.path,
         config=config.trainer,
         algorithm=algorithm,
         plan=training_plan(config),
-        reference=_reference(config, algorithm, folder, choice),
+        reference=_reference(config, algorithm, folder, choice, initial),
         critic=_critic(config, folder, choice) if "values" in algorithm.uses else None,
         dump_dir=dump_dir,
     )
@@ -51,12 +53,13 @@ def training_plan(config: TrainConfig) -> Plan:
     )
 
 
-def _reference(config: TrainConfig, algorithm: Algorithm, folder: Path, choice: NumericsChoice) -> Reference | None:
+def _reference(
+    config: TrainConfig, algorithm: Algorithm, folder: Path, choice: NumericsChoice, initial: Mapping[str, Tensor]
+) -> Reference | None:
     if algorithm.kl.coef == 0:
         return None
     # A module of its own: weights swapped in and out would have to be proven equal each time.
-    model: Decoder = load_model(folder, choice.dtype)
-    return Reference(model, config.reference)
+    return Reference(load_model(folder, choice.dtype), config.reference, initial)
 
 
 def _critic(config: TrainConfig, folder: Path, choice: NumericsChoice) -> Critic:
@@ -70,5 +73,5 @@ def _critic(config: TrainConfig, folder: Path, choice: NumericsChoice) -> Critic
         path=choice.path,
         config=config.critic,
         trainer=config.trainer,
-        total_steps=config.trainer.steps * optimizer_steps_per_rollout(config),
+        total_steps=critic_steps(config),
     )

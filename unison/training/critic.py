@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unison.algorithms.aggregation import masked_mean
 from unison.algorithms.value_loss import explained_variance, value_loss
-from unison.config.schema import CriticConfig, TrainerConfig
+from unison.config.algorithm import CriticConfig
+from unison.config.schema import TrainerConfig
 from unison.core.errors import NonFiniteError
 from unison.models.value_model import ValueModel
 from unison.ops.padding import NumericsPath
@@ -80,13 +82,11 @@ class Critic:
         """How well the values of ``evaluate`` foretold the returns, over the trained tokens."""
         if columns.values_T is None or columns.returns_T is None:
             return {}
-        values, returns = columns.values_T[columns.trained_T], columns.returns_T[columns.trained_T]
-        if not values.numel():
-            return {}
+        trained = columns.trained_T
         return {
-            "critic/explained_variance": float(explained_variance(values, returns)),
-            "critic/value_mean": float(values.mean()),
-            "critic/return_mean": float(returns.mean()),
+            "critic/explained_variance": float(explained_variance(columns.values_T, columns.returns_T, trained)),
+            "critic/value_mean": float(masked_mean(columns.values_T, trained)),
+            "critic/return_mean": float(masked_mean(columns.returns_T, trained)),
         }
 
     def step(self, columns: TokenColumns, members: Sequence[int], factors_T: Tensor, totals: CriticTotals) -> None:

@@ -61,7 +61,7 @@ def trajectories(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) ->
     final = shaped_rewards(
         algorithm.shaping,
         final,
-        torch.tensor(columns.lengths, dtype=torch.int64),
+        [sum(row.sampled) for row in rows],
         [row.group_id for row in rows],
         columns.valid_N,
     )

@@ -11,16 +11,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from unison.models.decoder import Decoder
-
 
 class MasterWeights:
     """Masters and float32 gradient sums of ``model``; under float32 the model's parameters themselves."""
 
-    def __init__(self, model: Decoder, initial: dict[str, Tensor]) -> None:
-        """``initial`` holds the float32 value of every parameter; it is taken over, not copied."""
+    def __init__(self, model: nn.Module, initial: dict[str, Tensor]) -> None:
+        """``model``: a policy or a critic, all of one dtype, every parameter of which is trained.
+
+        ``initial`` holds the float32 value of every parameter; it is taken over, not copied.
+        """
         self.model = model.requires_grad_(True)
-        self._shared = model.dtype == torch.float32
+        self._dtype = next(model.parameters()).dtype
+        self._shared = self._dtype == torch.float32
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             parameter.data.copy_(initial[name])
@@ -43,7 +45,7 @@ class MasterWeights:
     def all_finite(self) -> bool:
         """Whether every weight is finite, and stays so in the model's dtype."""
         norms = torch.stack(list(torch._foreach_norm(list(self.parameters.values()), float("inf"))))
-        return bool(norms.to(self.model.dtype).isfinite().all())
+        return bool(norms.to(self._dtype).isfinite().all())
 
     @torch.no_grad()
     def publish(self) -> None:

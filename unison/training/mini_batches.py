@@ -30,6 +30,11 @@ def optimizer_steps(config: TrainConfig) -> int:
     return steps * optimizer_steps_per_rollout(config)
 
 
+def critic_steps(config: TrainConfig) -> int:
+    """Optimizer steps of the critic, in the whole run."""
+    return config.trainer.steps * optimizer_steps_per_rollout(config)
+
+
 def cut_mini_batches(rows: Sequence[int], count: int, *, seed: int | None) -> list[list[int]]:
     """Rows cut into ``count`` runs of equal length (give or take one), in order, or shuffled by ``seed``.
 

@@ -177,8 +177,10 @@ class Trainer:
             self.critic.load_state(tensors)
         elif self.critic is not None:
             notes.append("the critic begins anew: the state was saved without one")
-        if self.reference is not None and (problem := self.reference.load_state(tensors.get("reference", {}))):
-            notes.append(problem)
+        if self.reference is not None and (tensors.get("reference") or not self.reference.state_tensors()):
+            self.reference.load_state(tensors.get("reference", {}))
+        elif self.reference is not None:
+            notes.append("the reference begins as the model the run began with: the state was saved without one")
         self._kl.load_state(tensors.get("algorithm", {}))
         return notes
 
@@ -202,7 +204,7 @@ class Trainer:
     def _mini_batches(self, columns: TokenColumns, step: int) -> list[list[int]]:
         """The rows of each optimizer step to come, all passes one after the other."""
         plan = self._plan
-        trained = columns.row_T[columns.active_T].unique().tolist()
+        trained = sorted(set(columns.row_T[columns.active_T].tolist()))
         found = []
         for epoch in range(plan.epochs):
             seed = shuffle_seed(plan.run_seed, step, epoch) if plan.shuffle else None

@@ -17,9 +17,10 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     ratio: Tensor
-    """pi / pi_old, at most e^20; exactly 1 where both log-probs are bitwise equal."""
+    """pi / pi_old of the token, or of its sequence where that is what the loss weighs, at most e^20; exactly 1 where
+    both log-probs are bitwise equal."""
     clipped: Tensor
-    """Bool: a bound (clip, dual clip, mask, cap of the log-ratio) stopped the gradient of the policy's token."""
+    """Bool: a bound (clip, dual clip, mask, cap of the log-ratio) stopped the token's gradient, or cut its weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

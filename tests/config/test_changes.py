@@ -68,6 +68,19 @@ CANDIDATES: tuple[Any, ...] = (
     0.5,
     1.5,
     12.5,
+    "token_mean",
+    "sample",
+    "over",
+    "kl",
+    "reward",
+    "abs",
+    "doubling",
+    "trainer",
+    "token",
+    "clip",
+    "reduced",
+    "refreshed",
+    "log_mean_exp",
 )
 
 

@@ -68,7 +68,8 @@ def test_one_wrong_letter_in_any_file_key_fails_and_the_right_key_is_named(path:
         ("trainer.learning-rate", "trainer.learning_rate"),
         ("Trainer.Steps", "trainer.steps"),
         ("trainer.beta3", "trainer.beta1 or trainer.beta2"),
-        ("algorithm.kl_coefficent", "algorithm.kl_coef"),
+        ("algorithm.kl_coefficient", "algorithm.kl_coef"),
+        ("algorithm.kl_coefficent", "algorithm.kl_coef, algorithm.kl_control or algorithm.kl_in"),
     ],
 )
 def test_what_was_probably_meant_is_named(written: str, meant: str) -> None:
@@ -76,7 +77,9 @@ def test_what_was_probably_meant_is_named(written: str, meant: str) -> None:
 
 
 def test_a_word_like_nothing_lists_what_there_is() -> None:
-    assert explain_unknown("algorithm.zzzzzz").startswith("is unknown; the keys of [algorithm] are name, normalize_std")
+    assert explain_unknown("algorithm.zzzzzz").startswith(
+        "is unknown; the keys of [algorithm] are name, advantage, loss"
+    )
     assert explain_unknown("zzzzzz.qqqqqq") == f"is unknown; the sections are {', '.join(sections())}"
 
 

@@ -27,13 +27,24 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     name: Annotated[
         str,
-        Meta(description="Recipe that fills in what is null below: grpo, dr_grpo, dapo, ppo, ..., or module:object."),
+        Meta(
+            description="Recipe that fills in what is null below: grpo, dr_grpo, dapo, rloo, reinforce, reinforce_pp, "
+            "reinforce_pp_baseline, remax, ppo, gspo, gmpo, cispo, sapo, mirror, dppo, or module:object of your own."
+        ),
     ] = "grpo"
     advantage: Annotated[
-        str | None, Meta(description="Advantage estimator: grpo, rloo, gae, ..., or module:function of your own.")
+        str | None,
+        Meta(
+            description="Advantage estimator: grpo, grpo_turns, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, "
+            "remax, gae, mirror, or module:function of your own."
+        ),
     ] = None
     loss: Annotated[
-        str | None, Meta(description="Policy loss: clipped, gspo, cispo, ..., or module:function of your own.")
+        str | None,
+        Meta(
+            description="Policy loss: clipped, gspo, gspo_token, gmpo, cispo, policy_gradient, sapo, mirror, dppo, "
+            "opsm, or module:function of your own."
+        ),
     ] = None
     aggregation: Annotated[
         Aggregation | None, Meta(description="How the losses of tokens add up to the loss of a batch.")
@@ -43,7 +54,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         bool | None, Meta(description="Divide the group advantage by the group's standard deviation.")
     ] = None
     std: Annotated[
-        Literal["sample", "population"] | None, Meta(description="Standard deviation over n - 1, or over n.")
+        Literal["sample", "population"] | None,
+        Meta(description="The group's deviation over n - 1 (sample), or over n."),
     ] = None
     std_epsilon: Annotated[Positive | None, Meta(description="Added to the standard deviation.")] = None
     gamma: Annotated[Rate | None, Meta(description="Discount of the rewards of later tokens.")] = None
@@ -51,7 +63,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     observations: Annotated[
         Literal["across", "over"] | None,
         Meta(
-            description="Recursions over tokens skip those the policy did not write (across), or step on them (over)."
+            description="Tokens the policy did not write, such as a tool's: gamma and lam pass them by (across), or "
+            "count them as steps (over)."
         ),
     ] = None
     bootstrap: Annotated[
@@ -62,7 +75,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Meta(description="Scale advantages to mean 0 and deviation 1 over the trained tokens of the batch."),
     ] = None
     length_weight: Annotated[
-        NonNegative, Meta(description="Factor of a reward for being shorter than the rest of the group; 0 is off.")
+        NonNegative, Meta(description="Weight of a reward for being shorter than the rest of the group; 0 is off.")
     ] = 0.0
     correct_reward: Annotated[
         float, Meta(description="With length_weight: an answer with at least this reward counts as correct.")
@@ -84,7 +97,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         NonNegative | None, Meta(description="Upper bound of the ratio, 1 + clip_high; of the log-ratio in gmpo.")
     ] = None
     dual_clip: Annotated[
-        Annotated[float, Meta(gt=1)] | None, Meta(description="Bound of the ratio where the advantage is negative.")
+        Annotated[float, Meta(gt=1)] | None,
+        Meta(description="Where the advantage is negative, the ratio counts as at most this."),
     ] = None
     mask_threshold: Annotated[
         Positive | None,
@@ -92,7 +106,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     ] = None
     divergence: Annotated[
         Literal["total_variation", "kl"] | None,
-        Meta(description="What mask_threshold bounds, of the token's probability."),
+        Meta(description="What mask_threshold bounds, of this token against all others."),
     ] = None
     temperature_positive: Annotated[
         Positive | None, Meta(description="Temperature of the soft gate where the advantage is positive.")
@@ -107,9 +121,12 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     ] = None
     entropy_coef: Annotated[NonNegative, Meta(description="Weight of the entropy bonus in the loss; 0 is off.")] = 0.0
     kl_coef: Annotated[NonNegative, Meta(description="Weight of the KL to the reference; 0 is off.")] = 0.0
-    kl_in: Annotated[Literal["loss", "reward"] | None, Meta(description="Where the KL to the reference acts.")] = None
+    kl_in: Annotated[
+        Literal["loss", "reward"] | None, Meta(description="Where the KL to the reference acts; null is the loss.")
+    ] = None
     kl: Annotated[
-        Literal["k1", "k2", "k3", "low_var", "abs"] | None, Meta(description="Estimator of the KL to the reference.")
+        Literal["k1", "k2", "k3", "low_var", "abs"] | None,
+        Meta(description="Estimator of that KL; null is k3 in the loss, k1 in the reward."),
     ] = None
     kl_ratio_weighted: Annotated[
         bool, Meta(description="Multiply the KL in the loss by the ratio to the old policy, which makes it unbiased.")
@@ -119,7 +136,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     ] = "fixed"
     kl_target: Annotated[Positive | None, Meta(description="KL per token that kl_control steers to.")] = None
     kl_horizon: Annotated[
-        int | None, Meta(description="Samples over which proportional control corrects an error.")
+        int | None, Meta(description="Samples over which proportional control corrects an error; null is 10000.")
     ] = None
 
 
@@ -127,11 +144,17 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     """For samples that another policy drew than the one being trained: stale weights, other kernels."""
 
     name: Annotated[
-        str, Meta(description="Recipe that fills in what is null below: none, recompute, tis, icepop, mis, ...")
+        str,
+        Meta(
+            description="Recipe that fills in what is null below: none, recompute, tis, icepop, mis, "
+            "mis_geometric, sequence_tis, sequence_mask."
+        ),
     ] = "none"
     old: Annotated[
         Literal["rollout", "trainer"] | None,
-        Meta(description="Old policy of the ratio: log-probs as sampled (bypass), or computed by the trainer."),
+        Meta(
+            description="Old policy of the ratio: log-probs as sampled (rollout), or computed once more by the trainer."
+        ),
     ] = None
     weight: Annotated[
         Literal["none", "token", "sequence", "geometric"] | None,
@@ -139,7 +162,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     ] = None
     mode: Annotated[
         Literal["truncate", "clip", "mask"] | None,
-        Meta(description="Weights are cut above, cut on both sides, or their tokens left out where outside."),
+        Meta(description="Outside the bounds: weights are cut above, cut on both sides, or their tokens left out."),
     ] = None
     lower: Annotated[Positive | None, Meta(description="Lower bound of the weight; null is 1 / upper.")] = None
     upper: Annotated[Positive | None, Meta(description="Upper bound of the weight.")] = None

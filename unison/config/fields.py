@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -202,8 +202,9 @@ def _field(path: str, info: msgspec.structs.FieldInfo) -> Field:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The values of ``Annotated[Literal[...], ...]`` as written; msgspec would sort them."""
-    return get_args(get_args(annotation)[0])
+    """The values of ``Annotated[Literal[...] or None, ...]`` as written; msgspec would sort them."""
+    typed = get_args(annotation)[0]
+    return next(get_args(part) for part in (typed, *get_args(typed)) if get_origin(part) is Literal)
 
 
 def _bounds(typed: inspect.Type) -> str:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Final
 
 from unison.config.fields import Field, fields, named_tables, sections
-from unison.config.foreign import COMMON, FOREIGN, Foreign, find_foreign
+from unison.config.foreign import FOREIGN, Foreign, find_foreign
+from unison.config.systems.common import COMMON
 
 MOVED: Final[dict[str, str]] = {}
 """Old dotted key -> its present dotted key, so that an old file is told where its key went."""

@@ -1,0 +1,1 @@
+"""What other systems call a setting, one file for each system."""

@@ -159,7 +159,7 @@ class Decoder(nn.Module):
 
     checkpoint_layers: bool = False
     """In training, keep of each layer its input alone and compute it again in the backward pass: the same bits in
-    outputs and gradients, less memory, about a third more time. Calls with a state or taps are not touched by it."""
+    outputs and gradients, less memory, about a fifth more time. Calls with a state or taps are not touched by it."""
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
         super().__init__()

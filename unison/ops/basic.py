@@ -28,8 +28,8 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Ten
 def row_dots(x_TE: Tensor, weight_E: Tensor) -> Tensor:
     """Product of each row with one vector -> [T]; products and their sum in float32, which is returned.
 
-    A matrix product with a single column takes another kernel, and another order, for other numbers of rows;
-    a sum along a row has one order.
+    Not a matrix product with a single column: that one sums in another order for some numbers of rows, and rounds its
+    result to the dtype of x. Here no number of rows needs padding.
     """
     return (_wide(x_TE) * _wide(weight_E)).sum(-1)
 

@@ -168,7 +168,7 @@ def _given_settings(algorithm: AlgorithmConfig, chosen: Mapping[str, Any]) -> di
 
 def _check_recipe(name: str, recipe: Recipe) -> None:
     """What a recipe sets must be a key, or a parameter of its own functions."""
-    own = settings_of(find_advantage(recipe.advantage)) | settings_of(find_loss(recipe.loss))
+    own = {*settings_of(find_advantage(recipe.advantage)), *settings_of(find_loss(recipe.loss))}
     unknown = [key for key in recipe.settings if key not in AlgorithmConfig.__struct_fields__ and key not in own]
     if unknown:
         raise ConfigError(

@@ -18,6 +18,7 @@ from unison.core.records import Sample
 from unison.core.wire import decode_samples
 from unison.rollout.collect import tasks_of
 from unison.rollout.kept import samples_path
+from unison.rollout.greedy import without_greedy
 from unison.rollout.ledger import FILE_NAME, LedgerEntry, audit, group_accounts, read_ledger
 
 
@@ -105,6 +106,7 @@ def _samples(run: Path, entries: list[LedgerEntry]) -> RunFinding:
 
 def _account_problems(entry: LedgerEntry, samples: Sequence[Sample]) -> list[str]:
     """Where the ledger says otherwise of a step's prompts than its samples do."""
+    samples = without_greedy(samples)
     accounts = group_accounts(samples, set(), {})
     if list(accounts) != list(entry.groups):
         return [f"its prompts are not those that the ledger has for step {entry.step}"]

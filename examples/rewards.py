@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from unison.core.records import Sample
@@ -22,3 +23,9 @@ def wanted_share(samples: Sequence[Sample], weight: float = 1.0) -> list[float]:
 
 def share(text: str, wanted: str) -> float:
     return sum(character in wanted for character in text) / len(text) if text else 0.0
+
+
+def last_number(text: str, label: str) -> float:
+    """1 where the last whole number of a response is the label."""
+    numbers = re.findall(r"\d+", text, re.ASCII)
+    return float(bool(numbers) and numbers[-1] == label)

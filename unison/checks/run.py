@@ -17,8 +17,8 @@ from unison.core.errors import CheckpointError, ConfigError, DataError, UnisonEr
 from unison.core.records import Sample
 from unison.core.wire import decode_samples
 from unison.rollout.collect import tasks_of
-from unison.rollout.kept import samples_path
 from unison.rollout.greedy import without_greedy
+from unison.rollout.kept import samples_path
 from unison.rollout.ledger import FILE_NAME, LedgerEntry, audit, group_accounts, read_ledger
 
 

@@ -136,7 +136,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     ] = "fixed"
     kl_target: Annotated[Positive | None, Meta(description="KL per token that kl_control steers to.")] = None
     kl_horizon: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Samples over which proportional control corrects an error; null is 10000.")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Samples over which proportional control corrects an error (10000)."),
     ] = None
 
 

@@ -53,7 +53,8 @@ def main() -> None:
 def make_trainer(model: str, dtype_name: str, numerics: str, micro_batch_tokens: int) -> Trainer:
     import torch
 
-    from unison.config.schema import AlgorithmConfig, TrainerConfig
+    from unison.algorithms.assemble import assemble
+    from unison.config.schema import ModelConfig, TrainConfig, TrainerConfig
     from unison.models.loading import load_model
     from unison.models.sources import resolve_model
     from unison.ops.padding import numerics_path
@@ -66,12 +67,12 @@ def make_trainer(model: str, dtype_name: str, numerics: str, micro_batch_tokens:
         {name: parameter.data for name, parameter in masters.named_parameters()},
         path=numerics_path(numerics),
         config=TrainerConfig(micro_batch_tokens=micro_batch_tokens, learning_rate=1e-5),
-        algorithm=AlgorithmConfig(),
+        algorithm=assemble(TrainConfig(model=ModelConfig(path=model))),
     )
 
 
 def make_rows(num_sequences: int, length: int, scored: int, vocab_size: int) -> list[TrainingRow]:
-    """Random ids; the last ``scored`` tokens of each row are trained, advantages alternate."""
+    """Random ids; the last ``scored`` tokens of each row are trained, rewards alternate."""
     import torch
 
     from unison.training.rows import TrainingRow
@@ -82,25 +83,29 @@ def make_rows(num_sequences: int, length: int, scored: int, vocab_size: int) -> 
         TrainingRow(
             sample_id=str(i),
             group_id="0",
+            trajectory_id=str(i),
             token_ids=row,
+            sampled=[False] * (length - scored) + [True] * scored,
             loss_weight=[0.0] * (length - scored) + [1.0] * scored,
-            old_logprobs=[-10.0] * length,
-            advantage=1.0 if i % 2 else -1.0,
+            rollout_logprobs=[-10.0] * length,
             temperature=1.0,
+            reward=float(i % 2),
         )
         for i, row in enumerate(ids)
     ]
 
 
 def unison_step(options: argparse.Namespace, num_sequences: int, length: int, scored: int) -> Measured:
+    from unison.training.columns import TokenColumns
+
     numerics = options.variant.removeprefix("unison-")
     trainer = make_trainer(options.model, options.dtype, numerics, options.micro_batch_tokens)
     rows = make_rows(num_sequences, length, scored, trainer.model.spec.vocab_size)
-    trainer.step(rows)
+    trainer.step(TokenColumns.of(rows))
     parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimizer_s": []}
     with Meter() as meter:
         for _ in range(options.steps):
-            totals = trainer.step(rows)
+            totals = trainer.step(TokenColumns.of(rows))
             for name, values in parts.items():
                 values.append(getattr(totals, name))
     detail = {name: round(statistics.median(values), 3) for name, values in parts.items()}

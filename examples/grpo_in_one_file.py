@@ -174,7 +174,8 @@ def grpo_loss(logprobs_N: Tensor, reference_N: Tensor | None, batch: Batch, kl_c
         difference_N = reference_N.double() - logprobs_N.double()
         kl_N = (torch.expm1(difference_N) - difference_N).clamp(min=0)
         loss_N = loss_N + kl_coef * kl_N.float()
-    return loss_N.double().sum() / len(loss_N)
+    share = 1 / len(loss_N)  # of each token in the mean
+    return (loss_N.double() * share).sum()
 
 
 def update(policy: Decoder, masters: Decoder, optimizer: torch.optim.AdamW, loss: Tensor, rate: float) -> float:

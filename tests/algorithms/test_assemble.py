@@ -1,4 +1,4 @@
-"""A configuration becomes an algorithm with every setting filled in, or is refused by the setting that has no effect."""
+"""A configuration becomes an algorithm, every setting filled in, or is refused by the setting that has no effect."""
 
 from __future__ import annotations
 

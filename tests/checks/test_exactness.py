@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from unison.ops.blocks import sum_stacked
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.vocab import token_logprobs
 from unison.training.batch import micro_batches
+from unison.training.columns import TokenColumns
 from unison.training.rows import TrainingRow
 
 TinyModelDir = Callable[..., Path]
@@ -193,10 +194,10 @@ def test_the_counters_bear_out_a_cache_that_was_hit(model: Decoder) -> None:
     assert not seen.proves(cell(cache="off"), requests)
 
 
-def trainer_logprobs(model: Decoder, rows: Sequence[TrainingRow], budget: int) -> list[float]:
+def trainer_logprobs(model: Decoder, columns: TokenColumns, budget: int) -> list[float]:
     """Log-probs as a training step computes them, its graph for the backward pass included."""
     values: list[float] = []
-    cut = micro_batches(rows, budget, path=EXACT)
+    cut = micro_batches(columns, range(len(columns.rows)), columns.trained_T, budget, path=EXACT)
     for micro in cut:
         hidden = model(micro.tokens_T, micro.positions_1T, micro.plan)
         logprobs, _ = token_logprobs(
@@ -230,16 +231,17 @@ def test_training_with_gradients_finds_the_logprobs_of_the_rollout(
         TrainingRow(
             sample_id=output.request_id,
             group_id="g",
+            trajectory_id=output.request_id,
             token_ids=[*output.prompt_ids, *output.token_ids],
+            sampled=[False] * len(output.prompt_ids) + [True] * len(output.token_ids),
             loss_weight=[0.0] * len(output.prompt_ids) + [1.0] * len(output.token_ids),
-            old_logprobs=[math.nan] * len(output.prompt_ids) + output.logprobs,
-            advantage=1.0,
+            rollout_logprobs=[math.nan] * len(output.prompt_ids) + output.logprobs,
             temperature=0.7,
         )
         for output in outputs
     ]
     for budget in (64, 4096):
-        found = sorted(trainer_logprobs(model, rows, budget))
+        found = sorted(trainer_logprobs(model, TokenColumns.of(rows), budget))
         assert found == sorted(value for output in outputs for value in output.logprobs)
     without = training_logprobs(model.requires_grad_(False), outputs, 0.7, EXACT)
     assert without == [output.logprobs for output in outputs]

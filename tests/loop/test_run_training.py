@@ -188,7 +188,7 @@ def test_a_broken_promise_stops_the_run(
 
     def shifted(*arguments: Any) -> Any:
         rows = honest(*arguments)
-        rows[0].old_logprobs[-1] -= 1e-6
+        rows[0].rollout_logprobs[-1] -= 1e-6
         return rows
 
     monkeypatch.setattr(unison.training.prepare, "build_rows", shifted)

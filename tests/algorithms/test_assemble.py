@@ -92,6 +92,7 @@ def test_the_kl_goes_where_the_recipe_or_the_user_says_by_the_estimator_that_fit
         ({"algorithm": {"overlong_penalty": 2.0}}, ["overlong_penalty=2.0", "without algorithm.overlong_buffer"]),
         ({"algorithm": {"overlong_buffer": 64}}, ["overlong_buffer=64", "rollout.max_new_tokens=64"]),
         ({"algorithm": {"correct_reward": 0.5}}, ["correct_reward=0.5", "without algorithm.length_weight"]),
+        ({"algorithm": {"name": "ppo", "bootstrap": True}}, ["algorithm.bootstrap=true", 'truncated="keep"']),
         ({"rollout": {"samples_per_prompt": 1}}, ["rollout.samples_per_prompt=1", "at least 2"]),
         (
             {"rollout": {"samples_per_prompt": 1}, "algorithm": {"name": "reinforce", "length_weight": 1.0}},
@@ -144,4 +145,7 @@ def test_an_algorithm_of_ones_own_is_one_file(monkeypatch: pytest.MonkeyPatch) -
         chosen(name="my_algorithm:RECIPE", clip_low=0.1)
     module.RECIPE = Recipe(advantage="grpo", loss="clipped", settings={"clip_hihg": 0.3})  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="the recipe my_algorithm:RECIPE sets 'clip_hihg'"):
+        chosen(name="my_algorithm:RECIPE")
+    module.RECIPE = Recipe(advantage="grpo", loss="clipped", settings={"kl_coef": 0.3})  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"sets 'kl_coef', which would have no effect: algorithm\.kl_coef is never"):
         chosen(name="my_algorithm:RECIPE")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from unison.checks.plugin import KINDS, guess_kind, run_plugin_check
+from unison.checks.plugin_report import a_kind
 from unison.cli.main import main
 from unison.core.errors import ConfigError
 
@@ -95,6 +96,24 @@ GOOD = {
         def good(run):
             return Tracker()
         """,
+    "advantage": """
+        from unison.algorithms.registry import register_advantage
+
+        def good(batch, *, strength=1.0):
+            return batch.spread(batch.outcomes_N.nan_to_num() * strength)
+        """,
+    "loss": """
+        from unison.algorithms.losses.base import LossBatch, PolicyLoss
+
+        def good(batch: LossBatch, *, cap=20.0):
+            ratio = (batch.logprobs_N - batch.old_logprobs_N.detach()).clamp(max=cap).exp()
+            return PolicyLoss(-ratio * batch.advantages_N.detach(), ratio.detach(), ratio.detach() < 0)
+        """,
+    "recipe": """
+        from unison.algorithms.recipes import Recipe
+
+        good = Recipe(advantage="rloo", loss="sapo", settings={"temperature_positive": 2.0, "kl_in": "reward"})
+        """,
 }
 
 
@@ -103,10 +122,12 @@ def test_a_good_plugin_of_each_kind_passes(kind: str, module: Write, capsys: pyt
     path = f"{module(GOOD[kind])}:good"
     assert main(["check", "plugin", path, "--kind", kind]) == 0
     said = capsys.readouterr().out
-    assert "problem" not in said and said.rstrip().splitlines()[-1].startswith(f"{path} is fit for use as a {kind}")
+    assert "problem" not in said and said.rstrip().splitlines()[-1].startswith(
+        f"{path} is fit for use as {a_kind(kind)}"
+    )
 
 
-@pytest.mark.parametrize("kind", ["reward", "source", "rollout", "hook", "tracker"])
+@pytest.mark.parametrize("kind", ["reward", "source", "rollout", "hook", "tracker", "loss", "recipe"])
 def test_the_kind_is_told_from_the_signature_and_said(kind: str, module: Write) -> None:
     passed, said = checked(f"{module(GOOD[kind])}:good")
     assert passed and said.startswith(f"note     checked as a {kind}, since it ")

@@ -43,7 +43,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    return [path for path in project_files() if path.suffix == ".md" and path.parent in (REPO, REPO / "docs")]
+    """Those at the top, and all under docs/."""
+    documents = [path for path in project_files() if path.suffix == ".md"]
+    return [path for path in documents if path.parent == REPO or path.is_relative_to(REPO / "docs")]
 
 
 def blocks(page: Path) -> list[Block]:

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import runpy
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import Block, all_blocks, blocks, pages
-from tests.hygiene.tree import REPO, name
+from tests.hygiene.tree import name
 from unison.cli.main import main
 from unison.config.load import load_config
 
 FEWER = ("--trainer.steps", "1", "--log.plot", "false")
 """Added to training commands, so that they end in seconds."""
+OPEN = ("--data.options.", "--log.tracker_options.", "--algorithm.options.")
+"""Tables whose keys are those of a user's own part."""
 RUN_PAGES = [page for page in pages() if any(block.runs for block in blocks(page))]
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder beside the examples, as the current one; modules loaded from it are forgotten at the end."""
-    (tmp_path / "examples").symlink_to(REPO / "examples")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    importlib.invalidate_caches()
-    yield tmp_path
-    for module_name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[module_name]
 
 
 def run(block: Block, workspace: Path) -> None:
@@ -64,7 +50,7 @@ def test_commands_exist_and_know_their_flags(block: Block, capsys: pytest.Captur
         assert main([*command, "--help"]) == 0, f"{block}: unison {' '.join(command)}"
         known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-        unknown = {flag for flag in flags - known if not flag.startswith(("--data.options.", "--log.tracker_options."))}
+        unknown = {flag for flag in flags - known if not flag.startswith(OPEN)}
         assert not unknown, f"{block}: {unknown}"
 
 

@@ -175,6 +175,13 @@ def _check_recipe(name: str, recipe: Recipe) -> None:
             f"the recipe {name} sets {unknown[0]!r}, which is no key of [algorithm] and no parameter of "
             f"{recipe.advantage} or {recipe.loss}"
         )
+    neutral = AlgorithmConfig()
+    void = [key for key in recipe.settings if getattr(neutral, key, None) is not None]
+    if void:
+        raise ConfigError(
+            f"the recipe {name} sets {void[0]!r}, which would have no effect: algorithm.{void[0]} is never null, and a "
+            "recipe fills in what is null; set it in the configuration"
+        )
 
 
 def _settings(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +220,11 @@ def _coupled(algorithm: AlgorithmConfig, chosen: Mapping[str, Any], settings: Ma
         yield (
             f'algorithm.tau={algorithm.tau:g} has no effect with baseline="mean"; leave it out, or set '
             'baseline="log_mean_exp"'
+        )
+    if settings.get("bootstrap") is True and algorithm.bootstrap and chosen["truncated"] == "mask":
+        yield (
+            'algorithm.bootstrap=true has no effect with truncated="mask", which leaves out of the loss what would '
+            'bootstrap; set truncated="keep", or leave it out'
         )
     if settings.get("clip_high", 0.0) > math.exp(MAX_LOG_RATIO) - 1:
         yield (

@@ -26,11 +26,14 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
     Source: Schulman 2020, "Approximating KL divergence". With d = reference - policy:
 
     - k1 = -d. Unbiased; its own gradient has mean 0, so it is for rewards.
-    - k2 = d^2 / 2. Biased; its gradient is the KL's.
+    - k2 = d^2 / 2. Biased; its gradient is that of the KL of the next token.
     - k3 = exp(d) - d - 1, never negative, 0 for equal inputs. Unbiased; its gradient is that of KL(reference ||
-      policy).
+      policy) of the next token.
     - low_var: k3 of d within +-MAX_LOG_RATIO, at most MAX_LOW_VAR.
     - abs = |d|. No KL at all, but what is moved shows.
+
+    Gradients are means over the tokens, each that of the next-token distribution at a state that was visited. The KL
+    of whole sequences has another gradient, which also counts what states the policy comes to; k1 in the reward has it.
 
     Departures: in k3 d is capped at MAX_LOG_RATIO (value 4.85e8), in the others held within +-MAX_DIFFERENCE. Beyond
     a cap or bound the gradient is 0. Computed in float64, because k3 of close policies is a small difference of large
@@ -58,8 +61,10 @@ def ratio_weighted_kl(logprobs: Tensor, old_logprobs: Tensor, reference: Tensor,
     """(policy / old policy) KL estimate from log-probs [T] of tokens the *old* policy sampled -> [T].
 
     The gradient flows through the ratio too. So with k1 or k3 it is, in the mean over samples, the gradient of
-    KL(policy || reference), however far the policy has moved from the old one. Source: the unbiased KL estimate of
-    DeepSeek-V3.2 (2025). Departure: the log-ratio is capped at MAX_LOG_RATIO; beyond it the ratio is constant.
+    KL(policy || reference) of the next token at the states visited, however far the policy has moved from the old one
+    there. The states are those the old policy came to, and it is not the gradient of the KL of whole sequences. Source:
+    the unbiased KL estimate of DeepSeek-V3.2 (2025). Departure: the log-ratio is capped at MAX_LOG_RATIO; beyond it the
+    ratio is constant.
     """
     dtype = torch.promote_types(torch.promote_types(logprobs.dtype, reference.dtype), torch.float32)
     dtype = torch.promote_types(dtype, old_logprobs.dtype)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from unison.checks.plugin_algorithm import algorithm_kind, check_advantage, check_loss, check_recipe
 from unison.checks.plugin_data import check_filter, check_source
 from unison.checks.plugin_hook import check_hook
-from unison.checks.plugin_report import Report
+from unison.checks.plugin_report import Report, a_kind
 from unison.checks.plugin_reward import check_reward
 from unison.checks.plugin_rollout import check_rollout
 from unison.checks.plugin_tracker import check_tracker
@@ -27,6 +28,9 @@ KINDS: Final[Mapping[str, Callable[[Report, str, Any, Options], None]]] = {
     "filter": check_filter,
     "hook": check_hook,
     "tracker": check_tracker,
+    "advantage": check_advantage,
+    "loss": check_loss,
+    "recipe": check_recipe,
 }
 """Seam -> the check of an object for it."""
 
@@ -61,7 +65,7 @@ def run_plugin_check(
                 "the signature of each)"
             )
         kind = guess.kind
-        report.note(f"checked as a {kind}, since {guess.reason}; --kind says otherwise")
+        report.note(f"checked as {a_kind(kind)}, since {guess.reason}; --kind says otherwise")
     KINDS[kind](report, path, found, options or {})
     report.conclude(path, kind)
     return report
@@ -69,6 +73,8 @@ def run_plugin_check(
 
 def guess_kind(found: object) -> Guess | None:
     """The seam an object fits by its methods or the names of its parameters; None where nothing tells."""
+    if algorithmic := algorithm_kind(found):
+        return Guess(*algorithmic)
     methods = [name for name in HOOK_METHODS if callable(getattr(found, name, None))]
     if methods:
         return Guess("hook", f"it has {methods[0]}")

@@ -43,7 +43,12 @@ class Report:
     def conclude(self, path: str, kind: str) -> None:
         count = len(self.problems)
         said = "is fit for use" if not count else f"has {count} problem{'s' if count > 1 else ''}"
-        self._write(f"{path} {said} as a {kind} ({self.num_ok} ok)")
+        self._write(f"{path} {said} as {a_kind(kind)} ({self.num_ok} ok)")
+
+
+def a_kind(kind: str) -> str:
+    """A kind with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 @dataclass(frozen=True, slots=True)

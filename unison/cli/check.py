@@ -15,7 +15,7 @@ from unison.core.errors import ConfigError
 CHECKS: Final = {
     "exactness": "every log-prob of rollout equals training's bit for bit, whatever the circumstances",
     "run": "a run folder's ledger, samples and checkpoints are whole and agree",
-    "plugin": "a reward, source, rollout, filter, hook or tracker of your own keeps its contract",
+    "plugin": "a reward, source, rollout, algorithm, filter, hook or tracker of your own keeps its contract",
 }
 
 EXAMPLES: Final = """\
@@ -42,6 +42,7 @@ code is 0 where there is no problem, 1 where there is any. What each kind looks 
 examples:
   unison check plugin my_module:my_reward
   unison check plugin my_module:keep --kind filter
+  unison check plugin my_module:MY_RECIPE
 """
 
 USAGE: Final = """\
@@ -100,7 +101,9 @@ def _exactness(arguments: Sequence[str]) -> int:
 def _plugin(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("unison check plugin", f"Proves that {CHECKS['plugin']}.", PLUGIN_EXAMPLES)
     parser.add_argument("object", metavar="MODULE:OBJECT", help="the object, in the current folder or installed")
-    parser.add_argument("--kind", metavar="K", help="reward, source, rollout, filter, hook or tracker")
+    parser.add_argument(
+        "--kind", metavar="K", help="reward, source, rollout, filter, hook, tracker, advantage, loss or recipe"
+    )
     parser.add_argument(
         "--option",
         action="append",

@@ -35,8 +35,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     advantage: Annotated[
         str | None,
         Meta(
-            description="Advantage estimator: grpo, grpo_turns, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, "
-            "remax, gae, mirror, or module:function of your own."
+            description="Advantage estimator: grpo, grpo_leave_one_out, grpo_turns, rloo, opo, maxrl, reinforce, "
+            "reinforce_pp, reinforce_pp_baseline, remax, gae, mirror, or module:function of your own."
         ),
     ] = None
     loss: Annotated[
@@ -129,7 +129,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Meta(description="Estimator of that KL; null is k3 in the loss, k1 in the reward."),
     ] = None
     kl_ratio_weighted: Annotated[
-        bool, Meta(description="Multiply the KL in the loss by the ratio to the old policy, which makes it unbiased.")
+        bool, Meta(description="Multiply the KL in the loss by the ratio to the old policy, which sampled the tokens.")
     ] = False
     kl_control: Annotated[
         Literal["fixed", "proportional", "doubling"], Meta(description="How kl_coef follows the KL measured.")

@@ -306,7 +306,7 @@ class Trainer:
         )
         if not isinstance(found, PolicyLoss) or any(part.shape != logprobs.shape for part in found):
             raise AlgorithmError(
-                f"the loss {self.algorithm.loss_name} returned {type(found).__name__}; PolicyLoss(loss, ratio, "
+                f"the loss {self.algorithm.loss_name} returned {_described(found)}; PolicyLoss(loss, ratio, "
                 f"clipped) is needed, with one value for each of the {len(logprobs)} tokens"
             )
         return found
@@ -365,6 +365,11 @@ class _Counter:
         self._done += 1
         if self._tell is not None:
             self._tell(self._done, self._total)
+
+
+def _described(found: object) -> str:
+    shapes = [str(tuple(part.shape)) for part in found if isinstance(part, Tensor)] if isinstance(found, tuple) else []
+    return type(found).__name__ + (f" of shapes {', '.join(shapes)}" if shapes else "")
 
 
 def _mean_kl(totals: StepTotals) -> float | None:

@@ -89,6 +89,11 @@ def test_the_kl_goes_where_the_recipe_or_the_user_says_by_the_estimator_that_fit
             {"algorithm": {"kl_coef": 0.1, "kl_control": "doubling", "kl_target": 0.1, "kl_horizon": 100}},
             ["algorithm.kl_horizon=100", "proportional"],
         ),
+        (
+            {"algorithm": {"kl_coef": 0.1, "kl_control": "proportional", "kl_target": 0.1, "kl_horizon": 10}},
+            ["algorithm.kl_horizon=10", "64 samples"],
+        ),
+        ({"algorithm": {"kl_coef": 0.1}, "reference": {"every": 2}}, ["reference.every=2", "update='fixed'"]),
         ({"algorithm": {"overlong_penalty": 2.0}}, ["overlong_penalty=2.0", "without algorithm.overlong_buffer"]),
         ({"algorithm": {"overlong_buffer": 64}}, ["overlong_buffer=64", "rollout.max_new_tokens=64"]),
         ({"algorithm": {"correct_reward": 0.5}}, ["correct_reward=0.5", "without algorithm.length_weight"]),

@@ -56,3 +56,42 @@ def test_a_run_asked_to_stop_saves_says_how_to_go_on_and_goes_on(
     assert ended.code == 0, ended.output
     assert "goes on after step" in ended.output
     assert outcome(folder) == outcome(undisturbed)
+
+
+WHOLE = (
+    "--algorithm.name=ppo",
+    "--algorithm.kl_coef=0.05",
+    "--algorithm.kl_control=proportional",
+    "--algorithm.kl_target=0.01",
+    "--algorithm.kl_horizon=100",
+    "--reference.update=moving_average",
+    "--critic.learning_rate=1e-2",
+    "--critic.only_steps=1",
+    "--correction.name=mis",
+    "--trainer.mini_batches=2",
+    "--trainer.epochs=2",
+    "--trainer.shuffle_samples=true",
+    "--checkpoint.every=1",
+)
+"""All that a run can carry beside its policy."""
+
+
+def test_a_run_with_critic_reference_and_several_updates_is_killed_in_each_of_its_parts(tmp_path: Path) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    ended = complete(undisturbed, *WHOLE)
+    assert ended.code == 0, ended.output
+    folder = tmp_path / "run"
+    # In the passes before an update, between two updates of one rollout, after all of them, while it is saved.
+    faults = (
+        "loop.micro_batch:1",
+        "loop.micro_batch:9",
+        "loop.updated:1",
+        "checkpoint.within_file:4",
+        "loop.sample:20",
+    )
+    for fault in faults:
+        struck = complete(folder, *WHOLE, fault=f"{fault}:kill")
+        assert struck.code != 0, (fault, struck.output)
+    ended = complete(folder, *WHOLE)
+    assert ended.code == 0, ended.output
+    assert outcome(folder) == outcome(undisturbed)

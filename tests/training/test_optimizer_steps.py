@@ -237,3 +237,21 @@ def test_batch_settings_that_do_not_fit_are_refused_with_numbers() -> None:
         BatchArithmetic.from_config(fine).describe()
     )
     check_arithmetic(config(8, 4, batch_samples=32))
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_checkpointing_changes_no_bit(tiny_model_dir: TinyModelDir, name: str, dtype: torch.dtype) -> None:
+    digests = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(
+            tiny_model_dir(),
+            dtype=dtype,
+            learning_rate=1e-2,
+            algorithm={"name": name, "entropy_coef": 0.01},
+            gradient_checkpointing=checkpointing,
+        )
+        for step in (1, 2):
+            trainer.step(columns_of(rollout()), step)
+        digests.append([tensors_digest(tensors) for tensors in trainer.state_tensors().values()])
+    assert digests[0] == digests[1]

@@ -14,7 +14,7 @@ from tests.conftest import TinyModelDir
 from unison.checkpoint.load import load
 from unison.checkpoint.save import Saver
 from unison.config.algorithm import ReferenceConfig
-from unison.core.errors import CheckpointError, ConfigError
+from unison.core.errors import CheckpointError
 from unison.models.loading import load_model
 from unison.training.reference import Reference
 
@@ -221,19 +221,3 @@ def test_another_model_than_the_policy_is_refused(
     reference = make(tiny_model_dir(), torch.float32, update, **settings)
     with pytest.raises(ValueError, match="do not have the same parameters"):
         reference.after_step(2, masters_of(tiny_model_dir("qwen2")))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": 3}, r"reference.every=3 has no effect with reference.update='fixed'.*update='refreshed'"),
-        ({"update": "moving_average", "every": 3}, "reference.every=3 has no effect"),
-        ({"update": "refreshed", "decay": 0.5}, r"reference.decay=0.5 has no effect.*update='moving_average'"),
-    ],
-)
-def test_a_setting_without_effect_is_refused(
-    tiny_model_dir: TinyModelDir, settings: dict[str, Any], message: str
-) -> None:
-    model = load_model(tiny_model_dir(), torch.float32)
-    with pytest.raises(ConfigError, match=message):
-        Reference(model, ReferenceConfig(**settings), dict(model.named_parameters()))

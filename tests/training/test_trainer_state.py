@@ -133,3 +133,61 @@ def test_before_the_first_step_there_are_no_moments_and_none_are_taken(tiny_mode
     trainer.step(columns_of(as_samples(oracle_batch())))
     with pytest.raises(CheckpointError, match="is not one of it"):
         make_trainer(tiny_model_dir(), **SETTINGS).load_state(copied(trainer), 0)
+
+
+WHOLE: dict[str, Any] = {
+    "algorithm": {
+        "name": "ppo",
+        "kl_coef": 0.1,
+        "kl_control": "proportional",
+        "kl_target": 0.01,
+        "kl_horizon": 200,
+    },
+    "reference_settings": {"update": "moving_average", "decay": 0.9},
+    "critic": {"learning_rate": 1e-2, "only_steps": 1},
+    "mini_batches": 2,
+    "samples": (3, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_critic_reference_and_coefficient_go_on_to_the_bit(
+    tiny_model_dir: TinyModelDir, dtype: torch.dtype, num_before: int
+) -> None:
+    samples = as_samples(oracle_batch())
+    first = make_trainer(tiny_model_dir(), dtype=dtype, learning_rate=1e-2, **WHOLE)
+    for step in range(1, num_before + 1):
+        first.step(columns_of(samples), step)
+    saved = copied(first)
+    assert saved.keys() == {
+        "weights", "optimizer", "critic_weights", "critic_optimizer", "reference", "algorithm"
+    }  # fmt: skip
+    second = make_trainer(tiny_model_dir(), dtype=dtype, learning_rate=1e-2, **WHOLE)
+    second.step(columns_of(samples[:4]), 2)  # whatever it did before is forgotten
+    assert second.load_state(saved, first.num_steps) == []
+    for step in range(num_before + 1, num_before + 3):
+        one, other = first.step(columns_of(samples), step), second.step(columns_of(samples), step)
+        assert (one.loss, one.grad_norm, one.others) == (other.loss, other.grad_norm, other.others)
+    now, then = first.state_tensors(), second.state_tensors()
+    assert {group: tensors_digest(members) for group, members in now.items()} == {
+        group: tensors_digest(members) for group, members in then.items()
+    }
+    if num_before == 3:
+        assert float(now["algorithm"]["kl_coef"]) != 0.1
+
+
+def test_what_a_state_was_saved_without_begins_anew_and_is_said(tiny_model_dir: TinyModelDir) -> None:
+    plain = make_trainer(tiny_model_dir(), learning_rate=1e-2)
+    plain.step(columns_of(as_samples(oracle_batch())))
+    notes = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE).load_state(copied(plain), 1)
+    assert len(notes) == 2 and "critic begins anew" in notes[0] and "reference begins as the model" in notes[1]
+
+
+def test_a_damaged_critic_is_refused(tiny_model_dir: TinyModelDir) -> None:
+    trainer = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE)
+    trainer.step(columns_of(as_samples(oracle_batch())))
+    saved = copied(trainer)
+    without("critic_weights", "value_head")(saved)
+    with pytest.raises(CheckpointError, match=r"critic weights do not fit .*value_head"):
+        make_trainer(tiny_model_dir(), **WHOLE).load_state(saved, 0)

@@ -14,12 +14,13 @@ from torch import Tensor
 from unison.algorithms.correction_recipes import describe_correction, resolve_correction
 from unison.algorithms.corrections import Correction
 from unison.algorithms.kl import KlKind
+from unison.algorithms.kl_control import proportional
 from unison.algorithms.losses.base import MAX_LOG_RATIO, LossBatch, PolicyLoss
 from unison.algorithms.recipes import Recipe, find_recipe
 from unison.algorithms.registry import Use, find_advantage, find_loss, settings_of, takers_of, uses_of
 from unison.algorithms.shaping import Shaping
 from unison.algorithms.trajectories import Estimate, Trajectories
-from unison.config.algorithm import Aggregation, AlgorithmConfig
+from unison.config.algorithm import Aggregation, AlgorithmConfig, ReferenceConfig
 from unison.config.schema import TrainConfig
 from unison.core.errors import ConfigError
 
@@ -43,6 +44,10 @@ FUNCTION_SETTINGS: Final = (
     "baseline",
 )
 """Keys that reach the advantage or the loss, whichever takes a parameter of the name."""
+
+
+KL_HORIZON: Final = 10_000
+"""Samples, where none are given; the value of Ziegler et al. 2019."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +292,9 @@ def _use_problems(
         changed = _changed(config.critic)
         if changed:
             yield f"critic.{changed} has no effect: the advantage {advantage} has no critic; leave it out, or use gae"
+    yield from _reference_problems(config.reference)
+    if config.algorithm.kl_control == "proportional":
+        yield from _horizon_problems(config)
     if config.algorithm.kl_coef == 0:
         changed = _changed(config.reference)
         if changed:
@@ -296,6 +304,24 @@ def _use_problems(
             f"algorithm.overlong_buffer={config.algorithm.overlong_buffer} is not below rollout.max_new_tokens="
             f"{config.rollout.max_new_tokens}: every response would cost reward"
         )
+
+
+def _reference_problems(reference: ReferenceConfig) -> Iterator[str]:
+    for key, update in (("every", "refreshed"), ("decay", "moving_average")):
+        value = getattr(reference, key)
+        if value != getattr(ReferenceConfig(), key) and reference.update != update:
+            yield (
+                f"reference.{key}={value} has no effect with reference.update={reference.update!r}; leave it out, or "
+                f"set reference.update={update!r}"
+            )
+
+
+def _horizon_problems(config: TrainConfig) -> Iterator[str]:
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    try:
+        proportional(1.0, 1.0, 1.0, samples, config.algorithm.kl_horizon or KL_HORIZON)
+    except ConfigError as error:
+        yield f"algorithm.{error}"
 
 
 def _changed(section: msgspec.Struct) -> str | None:
@@ -322,5 +348,5 @@ def _kl_term(chosen: Mapping[str, Any]) -> KlTerm:
         ratio_weighted=chosen["kl_ratio_weighted"],
         control=chosen["kl_control"],
         target=chosen["kl_target"] or math.inf,
-        horizon=chosen["kl_horizon"] or 10_000,
+        horizon=chosen["kl_horizon"] or KL_HORIZON,
     )

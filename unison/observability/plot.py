@@ -190,6 +190,8 @@ def _length(ax: Axes, history: History) -> bool:
 def _kl_and_entropy(ax: Axes, history: History) -> bool:
     x, entropy = history.series("train/entropy")
     steps, kl = history.series("train/kl")
+    if not steps:  # of a KL in the reward
+        steps, kl = history.series("train/reward_kl")
     if x:
         _line(ax, x, entropy, PURPLE, "entropy, nats")
         _from_zero(ax, entropy)

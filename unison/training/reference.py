@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unison.config.algorithm import ReferenceConfig
-from unison.core.errors import CheckpointError, ConfigError
+from unison.core.errors import CheckpointError
 from unison.models.decoder import Decoder
 
 
@@ -30,11 +30,7 @@ class Reference:
     """
 
     def __init__(self, model: Decoder, config: ReferenceConfig, initial: Mapping[str, Tensor]) -> None:
-        """``initial``: float32 values of the model's parameters, from which an average sets out; they are copied.
-
-        Raises ConfigError for a setting that ``update`` does not look at.
-        """
-        _check_settings(config)
+        """``initial``: float32 values of the model's parameters, from which an average sets out; they are copied."""
         self.model = model.requires_grad_(False)
         self._config = config
         self._weights = dict(model.named_parameters())
@@ -89,17 +85,6 @@ class Reference:
         for name, average in self._averages.items():
             if average.dtype != self._weights[name].dtype:
                 self._weights[name].copy_(average)
-
-
-def _check_settings(config: ReferenceConfig) -> None:
-    neutral = ReferenceConfig()
-    for key, update in (("every", "refreshed"), ("decay", "moving_average")):
-        value = getattr(config, key)
-        if value != getattr(neutral, key) and config.update != update:
-            raise ConfigError(
-                f"reference.{key}={value} has no effect with reference.update={config.update!r}; leave it out, or set "
-                f"reference.update={update!r}"
-            )
 
 
 def _check_names(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

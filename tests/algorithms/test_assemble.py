@@ -47,10 +47,14 @@ def test_the_users_values_go_before_the_recipes_and_those_before_the_functions()
     assert chosen(name="ppo", lam=0.5).settings["lam"] == 0.5
     assert chosen(name="ppo").settings["observations"] == "across"
     assert chosen(name="ppo", aggregation="prompt_mean").aggregation == "prompt_mean"
+    assert chosen(name="grpo").settings["clip_high"] == 0.28
     mixed = chosen(name="grpo", advantage="rloo", loss="cispo")
     assert (mixed.advantage_name, mixed.loss_name, mixed.aggregation) == ("rloo", "cispo", "token_mean")
-    # What a recipe says for a function that the user replaced is of no concern.
+    # What a recipe says is for its own functions: another one begins at its own defaults, whatever names they share.
     assert "normalize_std" not in chosen(name="dr_grpo", advantage="rloo").settings
+    assert chosen(name="grpo", loss="gspo").settings["clip_high"] == 4e-4
+    assert chosen(name="gspo", loss="clipped").settings["clip_high"] == 0.2
+    assert chosen(name="grpo", loss="gmpo", clip_high=0.3).settings["clip_high"] == 0.3
 
 
 def test_the_kl_goes_where_the_recipe_or_the_user_says_by_the_estimator_that_fits() -> None:
@@ -94,6 +98,16 @@ def test_the_kl_goes_where_the_recipe_or_the_user_says_by_the_estimator_that_fit
             ["algorithm.kl_horizon=10", "64 samples"],
         ),
         ({"algorithm": {"kl_coef": 0.1}, "reference": {"every": 2}}, ["reference.every=2", "update='fixed'"]),
+        ({"algorithm": {"clip_low": 1.0}}, ["clip_low=1.0 must be in [0, 1)"]),
+        ({"algorithm": {"name": "dppo", "mask_threshold": 1.5}}, ["mask_threshold=1.5", "below 1"]),
+        ({"algorithm": {"dual_clip": 1e9}}, ["algorithm.dual_clip=1e+09", "no effect"]),
+        ({"algorithm": {"name": "ppo", "gamma": 0.0, "lam": 0.5}}, ["algorithm.lam=0.5 has no effect with gamma=0"]),
+        ({"algorithm": {"name": "reinforce", "observations": "over"}}, ["observations='over'", "gamma=1"]),
+        ({"algorithm": {"name": "remax", "length_weight": 0.5}}, ["length_weight=0.5", "greedy answer"]),
+        (
+            {"algorithm": {"aggregation": "token_sum"}, "correction": {"name": "icepop", "denominator": "kept"}},
+            ["correction.denominator='kept'", "token_sum"],
+        ),
         ({"algorithm": {"overlong_penalty": 2.0}}, ["overlong_penalty=2.0", "without algorithm.overlong_buffer"]),
         ({"algorithm": {"overlong_buffer": 64}}, ["overlong_buffer=64", "rollout.max_new_tokens=64"]),
         ({"algorithm": {"correct_reward": 0.5}}, ["correct_reward=0.5", "without algorithm.length_weight"]),

@@ -23,7 +23,7 @@ def test_ordinary_batches_are_accepted() -> None:
     check_arithmetic(config(rollout={"top_p": 0.9, "top_k": 20, "temperature": 0, "allow_filtered_sampling": True}))
     check_arithmetic(config(algorithm={"name": "mine:f"}, rollout={"samples_per_prompt": 1}))
     check_arithmetic(config(trainer={"steps": 0}))
-    check_arithmetic(config(trainer={"schedule": "cosine", "min_learning_rate": 1e-7, "warmup_steps": 20}))
+    check_arithmetic(config(trainer={"schedule": "cosine", "min_learning_rate": 1e-7, "warmup_steps": 19}))
     check_arithmetic(config(engine={"kv_tokens": 129}, trainer={"micro_batch_tokens": 129}))
 
 
@@ -40,6 +40,16 @@ def test_ordinary_batches_are_accepted() -> None:
         (
             {"trainer": {"schedule": "linear", "min_learning_rate": 1e-3}},
             ["trainer.min_learning_rate=0.001", "trainer.learning_rate=1e-06"],
+        ),
+        (
+            {"trainer": {"schedule": "cosine", "warmup_steps": 20}},
+            ["trainer.schedule='cosine' has no effect", "trainer.warmup_steps=20"],
+        ),
+        ({"critic": {"value_clip": 0.5}}, ["critic.value_clip=0.5", "one optimizer step per rollout"]),
+        ({"reference": {"update": "refreshed"}}, ["reference.every=1", "one optimizer step per rollout"]),
+        (
+            {"algorithm": {"clip_high": 0.5}, "correction": {"name": "tis"}},
+            ["algorithm.clip_high=0.5", "trainer's own log-probs"],
         ),
         ({"trainer": {"min_learning_rate": 1e-7}}, ["trainer.min_learning_rate=1e-07", "schedule='constant'"]),
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "rollout.allow_filtered_sampling"]),

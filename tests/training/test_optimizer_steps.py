@@ -255,3 +255,68 @@ def test_gradient_checkpointing_changes_no_bit(tiny_model_dir: TinyModelDir, nam
             trainer.step(columns_of(rollout()), step)
         digests.append([tensors_digest(tensors) for tensors in trainer.state_tensors().values()])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_mean", "fixed_length", "sequence_mean_token_sum", "prompt_mean"]
+)
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_kept_denominators_count_whole_answers_that_were_left_out(
+    tiny_model_dir: TinyModelDir, aggregation: str, mini_batches: int
+) -> None:
+    """The gradient that is left is the same, and smaller by the share that still counts."""
+    samples = rollout()
+    for sample in samples[1::3]:
+        sample.logprobs = [value - 300.0 if value == value else value for value in sample.logprobs]
+    norms = {}
+    for denominator in ("kept", "reduced"):
+        trainer = make_trainer(
+            tiny_model_dir(),
+            learning_rate=0.0,
+            max_grad_norm=0.0,
+            algorithm={"loss": "policy_gradient", "aggregation": aggregation, "advantage": "reinforce"},
+            correction={"old": "trainer", "reject": "sequence", "reject_upper": 1e8, "denominator": denominator},
+            mini_batches=mini_batches,
+            samples=(4, 3),
+        )
+        columns = columns_of(samples)
+        norms[denominator] = trainer.step(columns).grad_norm
+        assert columns.kept_T is not None
+        rejected = {int(i) for i in columns.row_T[columns.trained_T & ~columns.kept_T]}
+        assert rejected == set(range(1, 12, 3))
+    if aggregation == "token_mean" and mini_batches == 1:
+        kept = int((columns.trained_T & columns.kept_T).sum()) if columns.kept_T is not None else 0
+        assert norms["kept"] / norms["reduced"] == pytest.approx(kept / int(columns.trained_T.sum()), rel=1e-5)
+    elif aggregation in ("fixed_length", "sequence_mean_token_sum", "sequence_mean_token_mean") and mini_batches == 1:
+        assert norms["kept"] / norms["reduced"] == pytest.approx(8 / 12, rel=1e-5)
+    elif aggregation != "prompt_mean":
+        assert norms["kept"] < norms["reduced"]
+
+
+def test_samples_of_one_trajectory_are_weighed_and_dealt_out_together(tiny_model_dir: TinyModelDir) -> None:
+    samples = rollout()
+    samples[1].trajectory_id = samples[0].trajectory_id
+    samples[0].logprobs = [value - 3.0 / 3 if value == value else value for value in samples[0].logprobs]
+    trainer = make_trainer(tiny_model_dir(), learning_rate=0.0, correction={"name": "sequence_tis", "upper": 1e8})
+    columns = columns_of(samples)
+    trainer.step(columns)
+    assert columns.correction_T is not None
+    weights = [float(columns.correction_T[columns.row_T == row][0]) for row in range(3)]
+    assert weights[0] == weights[1] != weights[2]
+    assert cut_mini_batches([0, 1, 2, 3], 3, units=["a", "a", "b", "c"], seed=None) == [[0, 1], [2], [3]]
+
+
+def test_the_coefficient_of_the_kl_waits_for_the_policy(tiny_model_dir: TinyModelDir) -> None:
+    trainer = make_trainer(
+        tiny_model_dir(),
+        learning_rate=1e-2,
+        steps=4,
+        algorithm={"name": "ppo", "kl_coef": 0.1, "kl_control": "doubling", "kl_target": 1e6},
+        critic={"only_steps": 2},
+        samples=(4, 3),
+    )
+    values = []
+    for step in range(1, 4):
+        trainer.step(columns_of(rollout()), step)
+        values.append(float(trainer.state_tensors()["algorithm"]["kl_coef"]))
+    assert values == [0.1, 0.1, 0.05]

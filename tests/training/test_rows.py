@@ -8,10 +8,14 @@ import torch
 from tests.training.make_samples import make_sample
 from tests.training.make_trainer import columns_of, make_algorithm
 from unison.algorithms.aggregation import masked_mean
+from unison.algorithms.assemble import assemble
+from unison.config.algorithm import AlgorithmConfig
+from unison.config.schema import ModelConfig, RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, DataError, RewardError
 from unison.core.records import Provenance, Sample, SampleStatus
 from unison.core.sampling import SamplingParams
 from unison.training.estimate import estimate, trajectories
+from unison.training.prepare import prepare_columns
 from unison.training.rows import (
     LengthStatistics,
     TrainingRow,
@@ -222,3 +226,35 @@ def test_turn_rewards_that_fit_no_turn_are_refused() -> None:
     sample.turn_rewards = [1.0, None]
     with pytest.raises(DataError, match="before the policy wrote anything"):
         build_rows([sample], "mask")
+
+
+def test_a_masked_sample_with_a_reward_must_have_finite_log_probs_too() -> None:
+    """Its tokens count in the KL that is taken off rewards, and so in the statistics of its group."""
+    masked = make_sample(name="p9", logprobs=(-0.5, -math.inf), status=SampleStatus.TRUNCATED, reward=1.0)
+    with pytest.raises(DataError, match="p9: the sampled token at position 4 has log-prob -inf"):
+        build_rows([masked], "mask")
+    with pytest.raises(DataError, match="p9 begins with a sampled token"):
+        build_rows([make_sample((), (4, 5), name="p9", status=SampleStatus.TRUNCATED, reward=1.0)], "mask")
+    unscored = make_sample(logprobs=(-0.5, -math.inf), status=SampleStatus.ABORTED)
+    assert not build_rows([unscored], "mask")[0].is_trained
+
+
+def test_a_greedy_answer_is_compared_with_by_its_whole_and_shaped_reward() -> None:
+    def answer(name: str) -> Sample:
+        sample = make_sample((1, 2), range(3, 13), reward=1.0, group="g", name=name)
+        sample.turn_rewards = [None, 0.5]
+        return sample
+
+    twin, greedy = answer("g/0"), answer("g/greedy")
+    kept, columns = prepare_columns([twin, greedy], "keep")
+    assert [sample.sample_id for sample in kept] == ["g/0"]
+    config = TrainConfig(
+        model=ModelConfig(path="x"),
+        algorithm=AlgorithmConfig(name="remax", overlong_buffer=5),
+        rollout=RolloutConfig(max_new_tokens=10),
+    )
+    batch = trajectories(columns, assemble(config), 0.0)
+    assert batch.baselines_N is not None
+    assert batch.outcomes_N.tolist() == batch.baselines_N.tolist() == [0.5]  # 1 + 0.5 less a whole overlong penalty
+    estimate(columns, assemble(config), 0.0)
+    assert columns.advantages_T is not None and columns.advantages_T.tolist() == [0.0] * 10

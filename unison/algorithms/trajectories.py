@@ -25,7 +25,8 @@ class Estimate(NamedTuple):
 class Trajectories:
     """N trajectories as rewards, groups and tokens.
 
-    A response runs from the first token the policy wrote to the last one, observations between them included.
+    A response runs from the first token the policy wrote to the last one, observations between them included. What a
+    rollout returned as several samples stands here as several trajectories, each with the reward it was given.
     """
 
     lengths: Sequence[int]

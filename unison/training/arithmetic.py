@@ -8,10 +8,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from unison.algorithms.correction_recipes import resolve_correction
 from unison.config.algorithm import CriticConfig
 from unison.config.schema import EngineConfig, RolloutConfig, TrainConfig, TrainerConfig
 from unison.core.errors import ConfigError
-from unison.training.mini_batches import critic_steps, num_mini_batches, optimizer_steps
+from unison.training.mini_batches import (
+    critic_steps,
+    num_mini_batches,
+    optimizer_steps,
+    optimizer_steps_per_rollout,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,7 @@ def check_arithmetic(config: TrainConfig) -> None:
         *_rollout_problems(config.rollout),
         *_capacity_problems(config.rollout, config.engine, config.trainer),
         *_mini_batch_problems(config),
+        *_single_step_problems(config),
         *_schedule_problems("trainer", config.trainer, optimizer_steps(config), config.trainer.steps),
         *_schedule_problems("critic", config.critic, critic_steps(config), config.trainer.steps),
     ]
@@ -186,6 +193,34 @@ def _mini_batch_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def _single_step_problems(config: TrainConfig) -> Iterator[str]:
+    """What acts from the second optimizer step of a rollout on, where there is one."""
+    if optimizer_steps_per_rollout(config) > 1:
+        return
+    fix = "set trainer.epochs or trainer.mini_batches, or leave it out"
+    if config.critic.value_clip not in (CriticConfig().value_clip, 0.0):
+        yield (
+            f"critic.value_clip={config.critic.value_clip:g} has no effect with one optimizer step per rollout, before "
+            f"which no value has moved; {fix}"
+        )
+    if config.reference.update == "refreshed" and config.reference.every == 1:
+        yield (
+            "reference.every=1 with one optimizer step per rollout makes the reference the policy itself whenever it "
+            "is looked at, so that algorithm.kl_coef has no effect; raise reference.every, or take several steps"
+        )
+    for key in ("clip_low", "clip_high", "dual_clip"):
+        value = getattr(config.algorithm, key)
+        if value is not None and config.algorithm.loss in (None, "clipped", "gspo", "gmpo") and _ratio_is_one(config):
+            yield (
+                f"algorithm.{key}={value:g} has no effect with one optimizer step per rollout and a ratio to the "
+                f"trainer's own log-probs, which is 1; {fix}"
+            )
+
+
+def _ratio_is_one(config: TrainConfig) -> bool:
+    return resolve_correction(config.correction).old == "trainer"
+
+
 def _nearest_divisor(whole: int, wanted: int) -> int:
     return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - wanted), n))
 
@@ -202,6 +237,11 @@ def _schedule_problems(
         yield (
             f"{section}.min_learning_rate={settings.min_learning_rate} is above {section}.learning_rate="
             f"{settings.learning_rate}; lower the first or raise the second"
+        )
+    if settings.schedule != "constant" and 0 < settings.warmup_steps == total_steps:
+        yield (
+            f"{section}.schedule={settings.schedule!r} has no effect: {section}.warmup_steps={settings.warmup_steps} "
+            f"are all the optimizer steps of trainer.steps={num_steps}; lower the first or raise the second"
         )
     if settings.schedule == "constant" and settings.min_learning_rate > 0:
         yield (

@@ -39,13 +39,15 @@ def apply_correction(columns: TokenColumns, algorithm: Algorithm) -> None:
     correction = algorithm.correction
     if not correction.needs_recompute or columns.trainer_logprobs_T is None:
         return
+    numbers: dict[str, int] = {}
+    trajectory_of_row = [numbers.setdefault(row.trajectory_id, len(numbers)) for row in columns.rows]
     corrected = correct(
         correction,
         trainer_logprobs_T=columns.trainer_logprobs_T,
         rollout_logprobs_T=columns.rollout_logprobs_T,
         trained_T=columns.trained_T,
-        trajectory_T=columns.row_T,
-        num_trajectories=len(columns.rows),
+        trajectory_T=torch.tensor(trajectory_of_row, dtype=torch.int64)[columns.row_T],
+        num_trajectories=len(numbers),
     )
     columns.correction_T = corrected.weights_T if correction.weight != "none" else None
     columns.kept_T = corrected.kept_T
@@ -68,9 +70,9 @@ def trajectories(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) ->
     rewards, rewarded = _reward_columns(columns, final)
     turns = torch.tensor([math.fsum(row.turn_rewards.values()) for row in rows], dtype=torch.float64)
     greedy = "greedy" in algorithm.uses
-    baselines = torch.tensor([math.nan if row.baseline is None else row.baseline for row in rows], dtype=torch.float64)
+    baselines = _baselines(columns, algorithm) if greedy else None
     # Where the greedy answer could not be scored there is nothing to compare with.
-    valid = columns.valid_N & baselines.isfinite() if greedy else columns.valid_N
+    valid = columns.valid_N if baselines is None else columns.valid_N & baselines.isfinite()
     return Trajectories(
         lengths=columns.lengths,
         sampled_T=columns.sampled_T,
@@ -84,7 +86,20 @@ def trajectories(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) ->
         penalties_T=_penalties(columns, algorithm, kl_coef),
         values_T=columns.values_T,
         final_values_N=columns.final_values_N,
-        baselines_N=baselines if greedy else None,
+        baselines_N=baselines,
+    )
+
+
+def _baselines(columns: TokenColumns, algorithm: Algorithm) -> Tensor:
+    """The whole reward of each row's greedy answer, shaped as the row's own is; NaN where there is none [N]."""
+    greedy = [row.greedy for row in columns.rows]
+    outcomes = [math.nan if one is None else one.reward for one in greedy]
+    return shaped_rewards(
+        algorithm.shaping,
+        torch.tensor(outcomes, dtype=torch.float64),
+        [0 if one is None else one.num_tokens for one in greedy],
+        [row.group_id for row in columns.rows],
+        torch.tensor([one is not None for one in greedy], dtype=torch.bool),
     )
 
 

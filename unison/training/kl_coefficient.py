@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from unison.algorithms.assemble import KlTerm
 from unison.algorithms.kl_control import doubling, proportional
+from unison.algorithms.kl_term import KlTerm
 
 
 class KlCoefficient:

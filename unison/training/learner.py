@@ -62,7 +62,7 @@ class Learner:
         )
 
     def gradient_norm(self) -> float:
-        """Over all parameters, in float64; may be NaN or infinite."""
+        """Over all parameters, from float32 norms of each; may be NaN or infinite."""
         norms = torch._foreach_norm(self.masters.gradients())
         return float(torch.linalg.vector_norm(torch.stack(list(norms)).double()))
 

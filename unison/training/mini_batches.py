@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -35,16 +35,22 @@ def critic_steps(config: TrainConfig) -> int:
     return config.trainer.steps * optimizer_steps_per_rollout(config)
 
 
-def cut_mini_batches(rows: Sequence[int], count: int, *, seed: int | None) -> list[list[int]]:
-    """Rows cut into ``count`` runs of equal length (give or take one), in order, or shuffled by ``seed``.
+def cut_mini_batches(
+    rows: Sequence[int], count: int, *, units: Sequence[Hashable] | None = None, seed: int | None
+) -> list[list[int]]:
+    """Rows cut into ``count`` runs of equally many units (give or take one), in order, or shuffled by ``seed``.
 
-    Fewer rows than ``count``: as many of one row each. A pure function of its arguments.
+    Rows of one unit stay together; each row is its own by default. Fewer units than ``count``: as many of one unit
+    each. A pure function of its arguments.
     """
-    order = list(rows)
+    together: dict[Hashable, list[int]] = {}
+    for row, unit in zip(rows, units if units is not None else rows, strict=True):
+        together.setdefault(unit, []).append(row)
+    order = list(together.values())
     if seed is not None:
         order = [order[i] for i in np.random.Generator(np.random.Philox(seed)).permutation(len(order))]
     bounds = [len(order) * i // count for i in range(count + 1)]
-    return [order[a:b] for a, b in pairwise(bounds) if b > a]
+    return [[row for unit in order[a:b] for row in unit] for a, b in pairwise(bounds) if b > a]
 
 
 def shuffle_seed(run_seed: int, step: int, epoch: int) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 from unison.core.records import Sample
 from unison.rollout.greedy import is_greedy
 from unison.training.columns import TokenColumns
-from unison.training.rows import build_rows
+from unison.training.rows import build_rows, greedy_answer
 
 
 def prepare_columns(
@@ -16,9 +16,9 @@ def prepare_columns(
 ) -> tuple[list[Sample], TokenColumns]:
     """(samples kept, their columns). Groups in ``discarded`` are left out altogether; greedy answers are baselines."""
     kept = [sample for sample in samples if sample.group_id not in discarded and not is_greedy(sample)]
-    baselines = {
-        sample.group_id: float(sample.reward)
+    greedy = {
+        sample.group_id: answer
         for sample in samples
-        if is_greedy(sample) and sample.scorable() and sample.reward is not None
+        if is_greedy(sample) and (answer := greedy_answer(sample)) is not None
     }
-    return kept, TokenColumns.of(build_rows(kept, truncated, baselines))
+    return kept, TokenColumns.of(build_rows(kept, truncated, greedy))

@@ -13,6 +13,16 @@ from unison.core.records import MAX_ABS_REWARD, Provenance, Sample, SampleStatus
 TruncatedRule = Literal["mask", "keep"]
 
 
+@dataclass(frozen=True, slots=True)
+class GreedyAnswer:
+    """What a group's samples are compared with."""
+
+    reward: float
+    """The whole reward, of turns and of the end."""
+    num_tokens: int
+    """Written by the policy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRow:
     """One trajectory as the loss sees it. The lists have one entry per token, prompt included."""
@@ -37,8 +47,8 @@ class TrainingRow:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """Rewards given before the end, by the position of the last token before the turn's end that the policy wrote."""
     truncated: bool = False
-    baseline: float | None = None
-    """Reward of the greedy answer to the same prompt, where one was drawn."""
+    greedy: GreedyAnswer | None = None
+    """The greedy answer to the same prompt, where one was drawn and scored."""
 
     @property
     def is_valid(self) -> bool:
@@ -73,9 +83,9 @@ class LengthStatistics:
 
 
 def build_rows(
-    samples: Sequence[Sample], truncated: TruncatedRule, baselines: Mapping[str, float] | None = None
+    samples: Sequence[Sample], truncated: TruncatedRule, greedy: Mapping[str, GreedyAnswer] | None = None
 ) -> list[TrainingRow]:
-    """One row per sample, in order. ``baselines`` are rewards of greedy answers by group.
+    """One row per sample, in order. ``greedy`` holds the greedy answers by group.
 
     A sample without a usable reward (unscorable, aborted, failed) has weight 0 throughout, and so has a
     truncated one under ``truncated="mask"``; its reward has still counted in its group. Raises DataError for samples
@@ -84,7 +94,7 @@ def build_rows(
     """
     if truncated not in ("mask", "keep"):
         raise ConfigError(f"algorithm.truncated={truncated!r} is unknown; use 'mask' or 'keep'")
-    return [_build_row(sample, truncated, (baselines or {}).get(sample.group_id)) for sample in samples]
+    return [_build_row(sample, truncated, (greedy or {}).get(sample.group_id)) for sample in samples]
 
 
 def length_statistics(samples: Sequence[Sample]) -> LengthStatistics:
@@ -98,7 +108,15 @@ def length_statistics(samples: Sequence[Sample]) -> LengthStatistics:
     )
 
 
-def _build_row(sample: Sample, truncated: TruncatedRule, baseline: float | None) -> TrainingRow:
+def greedy_answer(sample: Sample) -> GreedyAnswer | None:
+    """A finished greedy sample as what others are compared with; None where it has no usable reward."""
+    if not sample.scorable() or sample.reward is None:
+        return None
+    rewards = [float(sample.reward), *_turn_rewards(sample).values()]
+    return GreedyAnswer(math.fsum(rewards), sum(1 for _ in sample.sampled_positions()))
+
+
+def _build_row(sample: Sample, truncated: TruncatedRule, greedy: GreedyAnswer | None) -> TrainingRow:
     _check_sample(sample)
     left_out = not sample.scorable() or (sample.status is SampleStatus.TRUNCATED and truncated == "mask")
     weight = 0.0 if left_out else 1.0
@@ -114,7 +132,7 @@ def _build_row(sample: Sample, truncated: TruncatedRule, baseline: float | None)
         reward=float(sample.reward) if sample.scorable() and sample.reward is not None else math.nan,
         turn_rewards=_turn_rewards(sample) if sample.scorable() else {},
         truncated=sample.status is SampleStatus.TRUNCATED,
-        baseline=baseline,
+        greedy=greedy,
     )
     _check_trained_tokens(row)
     return row
@@ -169,8 +187,9 @@ def _check_sample(sample: Sample) -> None:
 
 
 def _check_trained_tokens(row: TrainingRow) -> None:
-    if row.loss_weight and row.loss_weight[0] != 0:
+    if row.sampled and row.sampled[0] and (row.is_valid or row.is_trained):
         raise DataError(f"sample {row.sample_id} begins with a sampled token, which no logits predict; give a prompt")
-    for position, (weight, logprob) in enumerate(zip(row.loss_weight, row.rollout_logprobs, strict=True)):
-        if weight != 0 and not math.isfinite(logprob):
+    # Of a sample that is masked too, once it has a reward: its tokens count in the KL that is taken off rewards.
+    for position, (written, logprob) in enumerate(zip(row.sampled, row.rollout_logprobs, strict=True)):
+        if written and (row.is_valid or row.is_trained) and not math.isfinite(logprob):
             raise DataError(f"sample {row.sample_id}: the sampled token at position {position} has log-prob {logprob}")

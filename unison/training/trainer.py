@@ -204,11 +204,13 @@ class Trainer:
     def _mini_batches(self, columns: TokenColumns, step: int) -> list[list[int]]:
         """The rows of each optimizer step to come, all passes one after the other."""
         plan = self._plan
-        trained = sorted(set(columns.row_T[columns.active_T].tolist()))
+        # What a correction left out belongs to its mini-batch too: kept denominators count it.
+        trained = sorted(set(columns.row_T[columns.trained_T].tolist()))
+        trajectories = [columns.rows[i].trajectory_id for i in trained]
         found = []
         for epoch in range(plan.epochs):
             seed = shuffle_seed(plan.run_seed, step, epoch) if plan.shuffle else None
-            found += cut_mini_batches(trained, plan.mini_batches, seed=seed)
+            found += cut_mini_batches(trained, plan.mini_batches, units=trajectories, seed=seed)
         return found
 
     def _count(self, columns: TokenColumns, mini_batches: Sequence[Sequence[int]]) -> int:
@@ -342,7 +344,7 @@ class Trainer:
         if self.reference is not None and totals.updated:
             self.reference.after_step(step, self.masters.parameters)
         measured = columns.metrics.get("train/reward_kl") if self.algorithm.kl.in_reward() else _mean_kl(totals)
-        if measured is not None:
+        if measured is not None and totals.updated:
             totals.others |= self._kl.after_step(measured, num_samples=len(columns.rows))
 
     def _not_finite(self, what: str, columns: TokenColumns, state: str = "no weight was changed") -> NonFiniteError:

@@ -161,7 +161,7 @@ def test_critic_reference_and_coefficient_go_on_to_the_bit(
         first.step(columns_of(samples), step)
     saved = copied(first)
     assert saved.keys() == {
-        "weights", "optimizer", "critic_weights", "critic_optimizer", "reference", "algorithm"
+        "weights", "optimizer", "critic_weights", "critic_optimizer", "critic_counts", "reference", "algorithm"
     }  # fmt: skip
     second = make_trainer(tiny_model_dir(), dtype=dtype, learning_rate=1e-2, **WHOLE)
     second.step(columns_of(samples[:4]), 2)  # whatever it did before is forgotten
@@ -181,7 +181,9 @@ def test_what_a_state_was_saved_without_begins_anew_and_is_said(tiny_model_dir: 
     plain = make_trainer(tiny_model_dir(), learning_rate=1e-2)
     plain.step(columns_of(as_samples(oracle_batch())))
     notes = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE).load_state(copied(plain), 1)
-    assert len(notes) == 2 and "critic begins anew" in notes[0] and "reference begins as the model" in notes[1]
+    assert (
+        len(notes) == 2 and "critic begins anew" in notes[0] and "reference is the model the run began with" in notes[1]
+    )
 
 
 def test_a_damaged_critic_is_refused(tiny_model_dir: TinyModelDir) -> None:
@@ -191,3 +193,35 @@ def test_a_damaged_critic_is_refused(tiny_model_dir: TinyModelDir) -> None:
     without("critic_weights", "value_head")(saved)
     with pytest.raises(CheckpointError, match=r"critic weights do not fit .*value_head"):
         make_trainer(tiny_model_dir(), **WHOLE).load_state(saved, 0)
+
+
+def test_a_coefficient_set_anew_takes_effect_and_the_steered_one_is_dropped(tiny_model_dir: TinyModelDir) -> None:
+    first = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE)
+    for step in (1, 2):
+        first.step(columns_of(as_samples(oracle_batch())), step)
+    saved = copied(first)
+    changed = {**WHOLE, "algorithm": {**WHOLE["algorithm"], "kl_coef": 5.0}}
+    second = make_trainer(tiny_model_dir(), learning_rate=1e-2, **changed)
+    second.load_state(saved, first.num_steps)
+    assert float(second.state_tensors()["algorithm"]["kl_coef"]) == 5.0
+    same = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE)
+    same.load_state(saved, first.num_steps)
+    assert float(same.state_tensors()["algorithm"]["kl_coef"]) == float(saved["algorithm"]["kl_coef"]) != 0.1
+
+
+def test_a_reference_that_is_fixed_from_now_on_is_the_first_model_again(tiny_model_dir: TinyModelDir) -> None:
+    first = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE)
+    first.step(columns_of(as_samples(oracle_batch())), 1)
+    fixed = make_trainer(tiny_model_dir(), learning_rate=1e-2, **{**WHOLE, "reference_settings": {}})
+    (note,) = fixed.load_state(copied(first), first.num_steps)
+    assert note == "the reference is the model the run began with: reference.update is fixed now"
+
+
+def test_a_critic_that_comes_later_has_its_steps_alone_then(tiny_model_dir: TinyModelDir) -> None:
+    plain = make_trainer(tiny_model_dir(), learning_rate=1e-2)
+    for step in (1, 2, 3):
+        plain.step(columns_of(as_samples(oracle_batch())), step)
+    later = make_trainer(tiny_model_dir(), learning_rate=1e-2, **WHOLE)
+    later.load_state(copied(plain), 3)
+    updated = [later.step(columns_of(as_samples(oracle_batch())), step).updated for step in (4, 5)]
+    assert updated == [False, True]

@@ -75,7 +75,7 @@ class Algorithm:
         if self.kl.coef > 0:
             weighted = ", ratio-weighted" if self.kl.ratio_weighted else ""
             control = "" if self.kl.control == "fixed" else f", {self.kl.control} control to {self.kl.target:g}"
-            lines.append(f"KL             {self.kl.kind} in the {self.kl.place}, {self.kl.coef:g}{weighted}{control}")
+            lines.append(f"KL             {self.kl.name} in the {self.kl.place}, {self.kl.coef:g}{weighted}{control}")
         if self.correction.needs_recompute:
             lines.append(f"correction     {describe_correction(self.correction)}")
         return lines

@@ -8,6 +8,7 @@ from typing import Any, Final
 from unison.algorithms.corrections import Correction
 from unison.config.algorithm import CorrectionConfig
 from unison.config.names import did_you_mean
+from unison.config.plugins import load_object
 from unison.core.errors import ConfigError
 
 CORRECTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -67,10 +68,12 @@ _OF_REJECT: Final = ("reject_lower", "reject_upper")
 
 def resolve_correction(config: CorrectionConfig) -> Correction:
     """The correction of ``[correction]``, its recipe filled in. Raises ConfigError for a setting without effect."""
+    if ":" in config.name:
+        return _of_users(config)
     if config.name not in CORRECTIONS:
         raise ConfigError(
             f"correction.name={config.name!r} is unknown{did_you_mean(config.name, CORRECTIONS)}; "
-            f"known: {', '.join(CORRECTIONS)}"
+            f"known: {', '.join(CORRECTIONS)}, or module:function of your own"
         )
     keys = [key for key in config.__struct_fields__ if key != "name"]
     given = {key: value for key in keys if (value := getattr(config, key)) is not None}
@@ -81,6 +84,20 @@ def resolve_correction(config: CorrectionConfig) -> Correction:
     for prefix in ("", "reject_"):
         chosen.setdefault(f"{prefix}lower", 1 / chosen[f"{prefix}upper"])
     return Correction(**{key: value for key, value in chosen.items() if _has_effect(key, chosen)})
+
+
+def _of_users(config: CorrectionConfig) -> Correction:
+    function = load_object(config.name, kind="correction", error=ConfigError)
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(f"correction.name={config.name!r} is no function; see unison.algorithms.corrections.correct")
+    own = ("name", "old", "denominator")
+    void = [key for key in config.__struct_fields__ if key not in own and getattr(config, key) is not None]
+    if void:
+        raise ConfigError(
+            f"correction.{void[0]}={getattr(config, void[0])!r} has no effect with correction.name={config.name!r}, a "
+            "function of your own, which weighs and rejects by itself; leave it out"
+        )
+    return Correction(old=config.old or "trainer", denominator=config.denominator or "kept", function=function)
 
 
 def _contradictions(name: str, chosen: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
@@ -141,6 +158,8 @@ def describe_correction(correction: Correction) -> str:
         )
     if correction.veto > 0:
         parts.append(f"veto below {correction.veto:g}")
+    if correction.function is not None:
+        parts.append(f"weighed and rejected by {getattr(correction.function, '__qualname__', correction.function)}")
     if correction.leaves_out:
         parts.append(f"denominators {correction.denominator}")
     return "; ".join(parts)

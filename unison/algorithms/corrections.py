@@ -5,16 +5,18 @@ Dims: T response tokens of all trajectories of the global batch, N trained token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unison.algorithms.aggregation import exact_sum, exact_sums, select
 from unison.algorithms.metrics import capped_exp, mean, mismatch_metrics
-from unison.core.errors import ConfigError
+from unison.core.describe import describe
+from unison.core.errors import AlgorithmError, ConfigError, UnisonError
 
 Level = Literal["none", "token", "sequence", "geometric"]
 
@@ -38,6 +40,8 @@ class Correction:
     reject_upper: float = 2.0
     veto: float = 0.0
     denominator: Literal["kept", "reduced"] = "kept"
+    function: Callable[..., Corrected] | None = None
+    """One of the user's, in place of all but ``old`` and ``denominator``: called with the keywords of ``correct``."""
 
     def __post_init__(self) -> None:
         if self.weight != "none":
@@ -50,12 +54,18 @@ class Correction:
     @property
     def needs_recompute(self) -> bool:
         """Whether the trainer must compute the old log-probs itself."""
-        return self.old == "trainer" or self.weight != "none" or self.leaves_out
+        return self.old == "trainer" or self.weighs or self.leaves_out
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the loss of a token may have a factor."""
+        return self.weight != "none" or self.function is not None
 
     @property
     def leaves_out(self) -> bool:
         """Whether tokens may be left out of the loss."""
-        return (self.weight != "none" and self.mode == "mask") or self.reject != "none" or self.veto > 0
+        masks = self.weight != "none" and self.mode == "mask"
+        return masks or self.reject != "none" or self.veto > 0 or self.function is not None
 
 
 class Corrected(NamedTuple):
@@ -63,7 +73,8 @@ class Corrected(NamedTuple):
     """Float64, without gradient: factor of the policy loss of each token; 1 where there is none to apply."""
     kept_T: Tensor
     """Bool: still in the loss. Tokens that were not trained before are False."""
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Names as they are logged; of a user's function those of the package alone are logged."""
 
 
 def correct(
@@ -93,6 +104,15 @@ def correct(
     batch and not over a micro-batch, leaves out what is rejected, and exists for the geometric level; the veto needs no
     rejection; bounds act on trainer / rollout everywhere. A NaN in a trained place shows in weights and metrics.
     """
+    if correction.function is not None:
+        return _corrected_by(
+            correction.function,
+            trainer_logprobs_T=trainer_logprobs_T.detach().clone(),
+            rollout_logprobs_T=rollout_logprobs_T.detach().clone(),
+            trained_T=trained_T.clone(),
+            trajectory_T=trajectory_T.clone(),
+            num_trajectories=num_trajectories,
+        )
     columns = trainer_logprobs_T.detach().double(), rollout_logprobs_T.detach().double(), trajectory_T
     trainer_N, rollout_N, owner_N = select(trained_T, *columns)
     tokens = _Tokens(trainer_N - rollout_N, owner_N, num_trajectories)
@@ -114,6 +134,29 @@ def correct(
     if correction.leaves_out:
         figures["mismatch/kept_share"] = _share(kept_N)
     return Corrected(*_spread(trained_T, weight_N, kept_N), figures)
+
+
+def _corrected_by(function: Callable[..., Corrected], **columns: Any) -> Corrected:
+    """What the user's function says, judged, with the metrics that do not depend on it."""
+    try:
+        found = function(**columns)
+    except UnisonError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        raise AlgorithmError(f"the correction {function!r} failed: {describe(error)}") from error
+    trained_T = columns["trained_T"]
+    if not isinstance(found, Corrected) or any(
+        not isinstance(part, Tensor) or part.shape != trained_T.shape for part in found[:2]
+    ):
+        raise AlgorithmError(
+            f"the correction {function!r} returned {type(found).__name__}; Corrected(weights_T, kept_T, metrics) is "
+            f"needed, with one value for each of the {len(trained_T)} response tokens"
+        )
+    kept_T = (found.kept_T != 0) & trained_T
+    weights_T = torch.where(kept_T, found.weights_T.detach().double(), 1.0)
+    if not bool(weights_T.isfinite().all()):
+        raise AlgorithmError(f"the correction {function!r} returned a weight that is not finite for a token it keeps")
+    return Corrected(weights_T, kept_T, mismatch_metrics(**columns))
 
 
 class _Tokens(NamedTuple):

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from unison.algorithms.kl_control import proportional
-from unison.algorithms.kl_term import KL_HORIZON, kl_kind, kl_place
+from unison.algorithms.kl_term import KL_HORIZON, kl_name, kl_place
 from unison.algorithms.losses.base import MAX_LOG_RATIO, LossBatch
 from unison.algorithms.registry import Use, find_loss, settings_of, takers_of
 from unison.config.algorithm import AlgorithmConfig, ReferenceConfig
@@ -111,7 +111,7 @@ def made_void(algorithm: AlgorithmConfig, chosen: Mapping[str, Any], settings: M
 
 
 def _kl_problems(chosen: Mapping[str, Any]) -> Iterator[str]:
-    place, kind, weighted = kl_place(chosen), kl_kind(chosen), chosen["kl_ratio_weighted"]
+    place, kind, weighted = kl_place(chosen), kl_name(chosen), chosen["kl_ratio_weighted"]
     if place == "reward" and weighted:
         yield "algorithm.kl_ratio_weighted=true has no effect on a KL in the reward; leave it out"
     if place == "loss" and kind == "k1" and not weighted:

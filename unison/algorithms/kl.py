@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from unison.core.errors import ConfigError
+from unison.core.errors import AlgorithmError, ConfigError
 
 KlKind = Literal["k1", "k2", "k3", "low_var", "abs"]
 
@@ -20,7 +21,11 @@ MAX_DIFFERENCE: Final = 1e6
 MAX_LOW_VAR: Final = 10.0
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
+KlFunction = Callable[[Tensor, Tensor], Tensor]
+"""An estimator of one's own: (log-probs [T], the reference's [T]) -> [T], differentiable in the first."""
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind | KlFunction) -> Tensor:
     """KL(policy || reference) from log-probs [T] of tokens the policy sampled -> [T].
 
     Source: Schulman 2020, "Approximating KL divergence". With d = reference - policy:
@@ -41,6 +46,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
     ConfigError for an unknown kind.
     """
     dtype = torch.promote_types(torch.promote_types(logprobs.dtype, reference.dtype), torch.float32)
+    if callable(kind):
+        return _own_estimate(kind, logprobs, reference).to(dtype)
     difference = (reference.detach().double() - logprobs.double()).clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
     if kind == "k1":
         value = -difference
@@ -57,7 +64,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
     return value.to(dtype)
 
 
-def ratio_weighted_kl(logprobs: Tensor, old_logprobs: Tensor, reference: Tensor, kind: KlKind) -> Tensor:
+def ratio_weighted_kl(logprobs: Tensor, old_logprobs: Tensor, reference: Tensor, kind: KlKind | KlFunction) -> Tensor:
     """(policy / old policy) KL estimate from log-probs [T] of tokens the *old* policy sampled -> [T].
 
     The gradient flows through the ratio too. So with k1 or k3 it is, in the mean over samples, the gradient of
@@ -70,6 +77,14 @@ def ratio_weighted_kl(logprobs: Tensor, old_logprobs: Tensor, reference: Tensor,
     dtype = torch.promote_types(dtype, old_logprobs.dtype)
     ratio = (logprobs.double() - old_logprobs.detach().double()).clamp(max=MAX_LOG_RATIO).exp()
     return (ratio * kl_estimate(logprobs.double(), reference, kind)).to(dtype)
+
+
+def _own_estimate(function: KlFunction, logprobs: Tensor, reference: Tensor) -> Tensor:
+    value = function(logprobs, reference.detach())
+    if not isinstance(value, Tensor) or value.shape != logprobs.shape:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise AlgorithmError(f"the KL estimator {function!r} returned {shape}; one value per token is needed")
+    return value
 
 
 def _k3(difference: Tensor) -> Tensor:

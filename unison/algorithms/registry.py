@@ -108,8 +108,10 @@ def _register(kind: str, name: str, uses: frozenset[str]) -> Callable[[_Function
 def _find(kind: str, name: str) -> Callable[..., Any]:
     if ":" in name:
         found = load_object(name, kind=kind, error=ConfigError)
-        if not callable(found):
-            raise ConfigError(f"algorithm.{kind}={name!r} is a {type(found).__name__}; name a function")
+        if not callable(found) or isinstance(found, type):
+            what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
+            raise ConfigError(f"algorithm.{kind}={name!r} is {what}; name a function")
+        _check_signature(found, kind, name)
         return cast(Callable[..., Any], found)
     _load_built_in(kind)
     if name not in _REGISTERED[kind]:
@@ -119,6 +121,24 @@ def _find(kind: str, name: str) -> Callable[..., Any]:
             "module:function of your own"
         )
     return _REGISTERED[kind][name]
+
+
+def _check_signature(function: Callable[..., Any], kind: str, name: str) -> None:
+    """A function is called with the batch; whatever else it takes is a setting, by keyword and with a default."""
+    empty = inspect.Parameter.empty
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm.{kind}={name!r} does not say what it takes; name a Python function") from error
+    first, others = (parameters[0], parameters[1:]) if parameters else (None, [])
+    if first is None or first.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise ConfigError(f"algorithm.{kind}={name!r} takes no batch; its first parameter is the batch")
+    wrong = [one.name for one in others if one.kind is not inspect.Parameter.KEYWORD_ONLY or one.default is empty]
+    if wrong:
+        raise ConfigError(
+            f"algorithm.{kind}={name!r} has a parameter {wrong[0]!r} that is no setting: after the batch come "
+            "keyword-only parameters with defaults, as in (batch, *, scale=1.0)"
+        )
 
 
 @cache

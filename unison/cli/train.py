@@ -102,10 +102,11 @@ def _of_run_folder(files: list[str], flags: list[str]) -> tuple[list[str], list[
 
 
 def _print_plan(loaded: Loaded[TrainConfig]) -> None:
+    from unison.algorithms.assemble import assemble
     from unison.assembly import check_plan
     from unison.training.arithmetic import BatchArithmetic
 
     print(dump_toml(loaded.config, loaded.sources))
     check_plan(loaded.config)
-    for line in BatchArithmetic.from_config(loaded.config).describe():
+    for line in [*BatchArithmetic.from_config(loaded.config).describe(), *assemble(loaded.config).describe()]:
         print(f"# {line}")

@@ -125,8 +125,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Literal["loss", "reward"] | None, Meta(description="Where the KL to the reference acts; null is the loss.")
     ] = None
     kl: Annotated[
-        Literal["k1", "k2", "k3", "low_var", "abs"] | None,
-        Meta(description="Estimator of that KL; null is k3 in the loss, k1 in the reward."),
+        str | None,
+        Meta(
+            description="Estimator of that KL: k1, k2, k3, low_var, abs, or module:function of your own; null is k3 in "
+            "the loss, k1 in the reward."
+        ),
     ] = None
     kl_ratio_weighted: Annotated[
         bool, Meta(description="Multiply the KL in the loss by the ratio to the old policy, which sampled the tokens.")
@@ -147,8 +150,8 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            description="Recipe that fills in what is null below: none, recompute, tis, icepop, mis, "
-            "mis_geometric, sequence_tis, sequence_mask."
+            description="Recipe, or module:function of your own: none, recompute, tis, icepop, mis, "
+            "mis_geometric, sequence_tis, sequence_mask; or module:function of your own."
         ),
     ] = "none"
     old: Annotated[
@@ -212,4 +215,6 @@ class CriticConfig(Section, frozen=True, kw_only=True):
         NonNegative,
         Meta(description="Most that a value may move from the old one before its loss is clipped; 0 is off."),
     ] = 0.2
-    only_steps: Annotated[int, Meta(ge=0, description="First training steps in which the critic alone learns.")] = 0
+    only_steps: Annotated[
+        int, Meta(ge=0, description="Training steps from the critic's first on in which it learns alone.")
+    ] = 0

@@ -12,7 +12,6 @@ from unison.core.errors import ConfigError
 FIXED: Final[Mapping[str, str]] = {
     "model.path": "the state belongs to this model",
     "model.dtype": "the state belongs to this dtype",
-    "critic.path": "the critic's state belongs to this model",
     "run.seed": "all noise and the order of the data come from it",
     "run.fork": "the run has begun already",
     "data": "the place reached in the data belongs to these prompts",

@@ -47,7 +47,7 @@ class RunModel:
         """Steps that the weights were trained for; None where the run does not say."""
         if self.step is not None:
             return self.step
-        steps = read_object(self.run / "summary.json").get("steps")
+        steps = read_object(self.run / "summary.json").get("step")
         return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
 
     def parameters(self) -> dict[str, Tensor]:

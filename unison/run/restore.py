@@ -68,6 +68,7 @@ def own_start(folder: RunFolder, config: TrainConfig) -> Start | None:
     start = _start_of(loaded)
     old, start.old_toml = _config_of(folder, start.state)
     start.changes = describe(check_changes(old, config, has_pending=bool(start.pending)))
+    _check_critic(start, old, config)
     if any(path.startswith("reward.") for path in start.changes):
         for sample in start.pending:
             unscored(sample)
@@ -101,6 +102,7 @@ def fork_start(config: TrainConfig) -> Start:
                 f"run.fork={config.run.fork!r}: its model.{name} is {getattr(old.model, name)!r}, this one's "
                 f"{getattr(config.model, name)!r}; the state of one model is no other's"
             )
+    _check_critic(start, old, config)
     # The prompts of a rollout half done are drawn already, and answered under the new settings.
     start.pending = unanswered(start.pending)
     start.state.unlogged, start.state.evaluations, start.state.trackers = None, {}, {}
@@ -186,6 +188,15 @@ def _start_of(loaded: Loaded) -> Start:
     except (CheckpointError, DataError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     return Start(state, loaded.tensors, loaded.documents.get(RANDOM_FILE), pending)
+
+
+def _check_critic(start: Start, old: TrainConfig, config: TrainConfig) -> None:
+    """Raise ConfigError where the configuration names another critic than the one that was saved."""
+    if "critic_weights" in start.tensors and old.critic.path != config.critic.path:
+        raise ConfigError(
+            f"critic.path is {config.critic.path!r}, and the state holds a critic that began as "
+            f"{old.critic.path or old.model.path!r}; leave critic.path as it was, or begin from a run without a critic"
+        )
 
 
 def _config_in(folder: RunFolder) -> TrainConfig:

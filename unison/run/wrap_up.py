@@ -126,7 +126,7 @@ def _summary(parts: Parts, result: RunResult, seconds: float) -> dict[str, Any]:
     return {
         "name": parts.config.run.name,
         "step": parts.config.trainer.steps,
-        "steps": parts.trainer.num_steps,
+        "optimizer_steps": parts.trainer.num_steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
         "weights_digest": result.weights_digest,

@@ -102,6 +102,7 @@ def check_arithmetic(config: TrainConfig) -> None:
         *_rollout_problems(config.rollout),
         *_capacity_problems(config.rollout, config.engine, config.trainer),
         *_mini_batch_problems(config),
+        *_truncation_problems(config),
         *_single_step_problems(config),
         *_schedule_problems("trainer", config.trainer, optimizer_steps(config), config.trainer.steps),
         *_schedule_problems("critic", config.critic, critic_steps(config), config.trainer.steps),
@@ -190,6 +191,15 @@ def _mini_batch_problems(config: TrainConfig) -> Iterator[str]:
         yield (
             f"critic.only_steps={config.critic.only_steps} leaves none of trainer.steps={trainer.steps} to the policy; "
             "lower the first or raise the second"
+        )
+
+
+def _truncation_problems(config: TrainConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.ignore_eos and not rollout.stop and not rollout.stop_token_ids and config.algorithm.truncated == "mask":
+        yield (
+            "rollout.ignore_eos=true without a stop string or id cuts every response off, and "
+            "algorithm.truncated='mask' trains on none of these; use truncated='keep', or leave ignore_eos out"
         )
 
 

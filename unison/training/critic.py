@@ -16,7 +16,7 @@ from unison.algorithms.aggregation import masked_mean
 from unison.algorithms.value_loss import explained_variance, value_loss
 from unison.config.algorithm import CriticConfig
 from unison.config.schema import TrainerConfig
-from unison.core.errors import NonFiniteError
+from unison.core.errors import CheckpointError, NonFiniteError
 from unison.models.value_model import ValueModel
 from unison.ops.padding import NumericsPath
 from unison.training.batch import micro_batches
@@ -61,6 +61,8 @@ class Critic:
     ) -> None:
         self.model = model
         self.learner = Learner(model, initial, _settings(config, trainer, total_steps), name=NAME)
+        self.num_rollouts = 0
+        """Training steps it has learnt in."""
         self._path = path
         self._config = config
         self._budget_tokens = trainer.micro_batch_tokens
@@ -123,8 +125,18 @@ class Critic:
         totals.grad_norm_sum += norm
         totals.num_steps += 1
 
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What it goes on from, live, as ``critic_weights`` and so on."""
+        counts = {"num_rollouts": torch.tensor(self.num_rollouts, dtype=torch.int64)}
+        return {**self.learner.state_tensors(), "critic_counts": counts}
+
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from ``state_tensors``. Raises CheckpointError where they do not fit."""
+        counts = tensors.get("critic_counts", {})
+        if "num_rollouts" not in counts:
+            raise CheckpointError("the saved critic does not say how many steps it has learnt in")
         self.learner.load_state(tensors, steps_done(tensors, NAME))
+        self.num_rollouts = int(counts["num_rollouts"])
 
 
 def _settings(config: CriticConfig, trainer: TrainerConfig, total_steps: int) -> OptimizerSettings:

@@ -11,8 +11,9 @@ from unison.algorithms.assemble import Algorithm
 from unison.algorithms.corrections import correct
 from unison.algorithms.kl import kl_estimate
 from unison.algorithms.shaping import shaped_rewards
-from unison.algorithms.trajectories import Estimate, Trajectories
+from unison.algorithms.trajectories import Trajectories
 from unison.core.errors import AlgorithmError
+from unison.training.calls import call_advantage
 from unison.training.columns import TokenColumns
 
 
@@ -21,9 +22,7 @@ def estimate(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) -> Non
 
     Raises AlgorithmError where the estimator returns anything but one finite number for each trained token.
     """
-    batch = trajectories(columns, algorithm, kl_coef)
-    found = algorithm.estimate(batch)
-    result = found if isinstance(found, Estimate) else Estimate(found)
+    result = call_advantage(algorithm, trajectories(columns, algorithm, kl_coef))
     columns.advantages_T = _checked(result.advantages, "advantages", columns, algorithm)
     if result.returns is not None:
         columns.returns_T = _checked(result.returns, "returns", columns, algorithm)
@@ -49,7 +48,7 @@ def apply_correction(columns: TokenColumns, algorithm: Algorithm) -> None:
         trajectory_T=torch.tensor(trajectory_of_row, dtype=torch.int64)[columns.row_T],
         num_trajectories=len(numbers),
     )
-    columns.correction_T = corrected.weights_T if correction.weight != "none" else None
+    columns.correction_T = corrected.weights_T if correction.weighs else None
     columns.kept_T = corrected.kept_T
     columns.metrics |= corrected.metrics
     if correction.old == "trainer":
@@ -75,7 +74,8 @@ def trajectories(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) ->
     valid = columns.valid_N if baselines is None else columns.valid_N & baselines.isfinite()
     return Trajectories(
         lengths=columns.lengths,
-        sampled_T=columns.sampled_T,
+        # Copies: an estimator that works in place must not reach what the critic learns from.
+        sampled_T=columns.sampled_T.clone(),
         trained_T=columns.trained_T,
         outcomes_N=final + turns,
         rewards_T=rewards,
@@ -84,7 +84,7 @@ def trajectories(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) ->
         valid_N=valid,
         truncated_N=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
         penalties_T=_penalties(columns, algorithm, kl_coef),
-        values_T=columns.values_T,
+        values_T=None if columns.values_T is None else columns.values_T.clone(),
         final_values_N=columns.final_values_N,
         baselines_N=baselines,
     )

@@ -33,8 +33,11 @@ class KlCoefficient:
         """A fresh copy: nothing for a fixed coefficient, which the configuration says."""
         if self._term.control == "fixed":
             return {}
-        return {"kl_coef": torch.tensor(self.value, dtype=torch.float64)}
+        numbers = {"kl_coef": self.value, "kl_coef_configured": self._term.coef}
+        return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._term.control != "fixed" and "kl_coef" in tensors:
-            self.value = float(tensors["kl_coef"])
+        """Go on from a saved coefficient, unless algorithm.kl_coef has been set to another one since."""
+        begun_at = tensors.get("kl_coef_configured")
+        same = begun_at is not None and float(begun_at) == self._term.coef
+        self.value = float(tensors["kl_coef"]) if self._term.control != "fixed" and same else self._term.coef

@@ -86,10 +86,24 @@ class StepTotals:
         """Mean over the optimizer steps, before clipping."""
         return self.grad_norm_sum / max(self.num_optimizer_steps, 1)
 
+    @property
+    def _compared(self) -> dict[str, float]:
+        if not self.num_compared_tokens:
+            return {}
+        return {
+            "rollout/logp_diff_max": self.logp_diff_max,
+            "rollout/logp_diff_mean": self.logp_diff_sum / self.num_compared_tokens,
+        }
+
     def metrics(self) -> dict[str, float]:
         if not self.num_trained_tokens:
             # Nothing was measured: a 0 would say that it was, and came out as 0.
-            return {"train/learning_rate": self.learning_rate, "train/trained_tokens": 0.0} | self.others
+            return {
+                "train/learning_rate": self.learning_rate,
+                "train/trained_tokens": 0.0,
+                **self._compared,
+                **self.others,
+            }
         count = self.num_trained_tokens
         seconds = self.pass_s + self.forward_s + self.backward_s + self.optimizer_s + self.critic_s
         metrics = {
@@ -109,8 +123,7 @@ class StepTotals:
             "train/backward_seconds": self.backward_s,
             "train/optimizer_seconds": self.optimizer_s,
             "train/tokens_per_s": self.num_tokens / seconds if seconds else 0.0,
-            "rollout/logp_diff_max": self.logp_diff_max,
-            "rollout/logp_diff_mean": self.logp_diff_sum / max(self.num_compared_tokens, 1),
+            **self._compared,
         }
         if self.pass_s:
             metrics["train/pass_seconds"] = self.pass_s

@@ -16,11 +16,12 @@ from unison.algorithms.assemble import Algorithm
 from unison.algorithms.kl import kl_estimate, ratio_weighted_kl
 from unison.algorithms.losses.base import LossBatch, PolicyLoss
 from unison.config.schema import TrainerConfig
-from unison.core.errors import AlgorithmError, NonFiniteError
+from unison.core.errors import NonFiniteError
 from unison.models.decoder import Decoder
 from unison.models.names import published_tensors
 from unison.ops.padding import NumericsPath
 from unison.training.batch import MicroBatch, micro_batches
+from unison.training.calls import call_loss
 from unison.training.columns import TokenColumns
 from unison.training.critic import Critic, CriticTotals
 from unison.training.dump import dump_rows
@@ -124,10 +125,11 @@ class Trainer:
         mini_batches = self._mini_batches(columns, step)
         progress = _Counter(on_progress, self._count(columns, mini_batches))
         critic_totals = CriticTotals()
+        only_critic = self.critic is not None and self.critic.num_rollouts < self._plan.critic_only_steps
         for members in mini_batches:
             if self.critic is not None:
                 self._critic_step(columns, members, critic_totals, totals, before_update)
-            if step > self._plan.critic_only_steps:
+            if not only_critic:
                 self._policy_step(columns, members, totals, progress, before_update)
         self._conclude(columns, step, totals, critic_totals)
         return totals
@@ -159,7 +161,7 @@ class Trainer:
         """What training goes on from, live, in named groups; those of parts that are not there are left out."""
         groups = self._policy.state_tensors()
         if self.critic is not None:
-            groups |= self.critic.learner.state_tensors()
+            groups |= self.critic.state_tensors()
         if self.reference is not None and (tensors := self.reference.state_tensors()):
             groups["reference"] = tensors
         if tensors := self._kl.state_tensors():
@@ -177,12 +179,19 @@ class Trainer:
             self.critic.load_state(tensors)
         elif self.critic is not None:
             notes.append("the critic begins anew: the state was saved without one")
-        if self.reference is not None and (tensors.get("reference") or not self.reference.state_tensors()):
-            self.reference.load_state(tensors.get("reference", {}))
-        elif self.reference is not None:
-            notes.append("the reference begins as the model the run began with: the state was saved without one")
+        if self.reference is not None:
+            notes += self._load_reference(tensors.get("reference", {}))
         self._kl.load_state(tensors.get("algorithm", {}))
         return notes
+
+    def _load_reference(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        if self.reference is None or not (tensors or self.reference.state_tensors()):
+            return []
+        if tensors and self.reference.state_tensors():
+            self.reference.load_state(tensors)
+            return []
+        why = "reference.update is fixed now" if tensors else "the state was saved without one that moves"
+        return [f"the reference is the model the run began with: {why}"]
 
     def published(self) -> dict[str, Tensor]:
         """The policy in compute dtype under its published names: what the engine is given."""
@@ -296,22 +305,18 @@ class Trainer:
     def _policy_loss(self, micro: MicroBatch, columns: TokenColumns, logprobs: Tensor) -> PolicyLoss:
         if columns.advantages_T is None:
             raise RuntimeError("advantages come before the loss")
-        found = self.algorithm.loss(
+        # A copy: what a loss does to its own columns in place must not reach the KL or the comparison with the rollout.
+        return call_loss(
+            self.algorithm,
             LossBatch(
-                logprobs_N=logprobs,
+                logprobs_N=logprobs.clone(),
                 old_logprobs_N=columns.old_logprobs_T[micro.places_N],
                 advantages_N=columns.advantages_T[micro.places_N].float(),
                 sequence_N=micro.sequence_N,
                 num_sequences=len(micro.members),
                 rollout_logprobs_N=columns.rollout_logprobs_T[micro.places_N],
-            )
+            ),
         )
-        if not isinstance(found, PolicyLoss) or any(part.shape != logprobs.shape for part in found):
-            raise AlgorithmError(
-                f"the loss {self.algorithm.loss_name} returned {_described(found)}; PolicyLoss(loss, ratio, "
-                f"clipped) is needed, with one value for each of the {len(logprobs)} tokens"
-            )
-        return found
 
     def _loss_kl(self, micro: MicroBatch, columns: TokenColumns, logprobs: Tensor) -> Tensor | None:
         if columns.reference_logprobs_T is None or not self.algorithm.kl.in_loss():
@@ -339,7 +344,8 @@ class Trainer:
         totals.critic_s += time.perf_counter() - started
 
     def _conclude(self, columns: TokenColumns, step: int, totals: StepTotals, critic_totals: CriticTotals) -> None:
-        if totals.critic_updated:
+        if self.critic is not None and totals.critic_updated:
+            self.critic.num_rollouts += 1
             totals.others |= critic_totals.metrics()
         if self.reference is not None and totals.updated:
             self.reference.after_step(step, self.masters.parameters)

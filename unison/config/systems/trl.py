@@ -67,7 +67,10 @@ TRL: Final[Entries] = {
     "sapo_temperature_pos": ("algorithm.temperature_positive", ""),
     "sapo_temperature_neg": ("algorithm.temperature_negative", ""),
     "top_entropy_quantile": ("", "all tokens are trained, whatever their entropy"),
-    "importance_sampling_level": ("algorithm.loss", 'token is "clipped", sequence is "gspo"'),
+    "importance_sampling_level": (
+        "algorithm.name",
+        'token is "grpo", sequence is "gspo", which brings its bounds and aggregation',
+    ),
     "scale_rewards": ("algorithm.normalize_std", "group is true, none is false; batch and mean are not here"),
     "multi_objective_aggregation": ("reward.parts", "the parts' weighted sum is normalised: sum_then_normalize"),
     "loss_type": (

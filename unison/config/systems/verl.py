@@ -80,7 +80,8 @@ VERL: Final[Entries] = {
         "micro-batches always go by tokens",
     ),
     "actor_rollout_ref.actor.policy_loss.loss_mode": (
-        "algorithm.loss",
+        "algorithm.name algorithm.loss",
+        "the name brings the loss with its aggregation, algorithm.loss replaces the loss alone: "
         'vanilla is "clipped", geo_mean "gmpo", gpg "policy_gradient", dppo_tv and dppo_kl "dppo" with '
         "algorithm.divergence; gspo, cispo and sapo are called the same; clip_cov and kl_cov are not here",
     ),

@@ -216,5 +216,5 @@ def test_an_error_of_the_package_itself_comes_through_as_it_is(
         raise NumericsError("as it is")
 
     own.loss = loss  # type: ignore[attr-defined]
-    with pytest.raises(NumericsError, match="^as it is$"):
+    with pytest.raises(NumericsError, match=r"^as it is$"):
         make_trainer(tiny_model_dir(), algorithm={"loss": f"{MODULE}:loss"}).step(columns_of(rollout()))

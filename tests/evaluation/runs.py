@@ -40,7 +40,7 @@ def make_run(
         for name, parameter in model.named_parameters():
             parameter.data.copy_(masters(base, last)[name])
         export_model(model, base, run / "model")
-        (run / "summary.json").write_text(json.dumps({"steps": last}))
+        (run / "summary.json").write_text(json.dumps({"step": last}))
     return run
 
 

@@ -24,7 +24,7 @@ class Recorder:
         events.append(("on_checkpoint", (step, path)))
 
     def on_finish(self, summary: Any) -> None:
-        events.append(("on_finish", (summary["steps"],)))
+        events.append(("on_finish", (summary["step"],)))
 
 
 class _FailsAtStepTwo:

@@ -320,3 +320,29 @@ def test_the_coefficient_of_the_kl_waits_for_the_policy(tiny_model_dir: TinyMode
         trainer.step(columns_of(rollout()), step)
         values.append(float(trainer.state_tensors()["algorithm"]["kl_coef"]))
     assert values == [0.1, 0.1, 0.05]
+
+
+def test_a_rollout_that_a_correction_rejects_whole_moves_neither_policy_nor_critic(
+    tiny_model_dir: TinyModelDir,
+) -> None:
+    trainer = make_trainer(
+        tiny_model_dir(),
+        learning_rate=1e-2,
+        algorithm={"name": "ppo"},
+        critic={"learning_rate": 1e-2},
+        correction={"old": "trainer", "veto": 0.5},
+        mini_batches=2,
+        samples=(4, 3),
+    )
+    trainer.step(columns_of(rollout()), 1)  # moments that would go on moving the weights
+    before = {
+        group: tensors_digest(tensors) for group, tensors in trainer.state_tensors().items() if "count" not in group
+    }
+    samples = rollout()
+    for sample in samples:
+        sample.logprobs = [value + 300.0 if value == value else value for value in sample.logprobs]
+    totals = trainer.step(columns_of(samples), 2)
+    after = {
+        group: tensors_digest(tensors) for group, tensors in trainer.state_tensors().items() if "count" not in group
+    }
+    assert not totals.updated and before == after

@@ -98,9 +98,11 @@ class Critic:
         """
         if columns.values_T is None or columns.returns_T is None:
             raise RuntimeError("the critic learns from values and returns: evaluate and estimate first")
+        cuts = micro_batches(columns, members, factors_T != 0, self._budget_tokens, path=self._path, whole=True)
+        if not cuts:
+            return
         self.learner.masters.zero_gradients()
         loss_sum = 0.0
-        cuts = micro_batches(columns, members, factors_T != 0, self._budget_tokens, path=self._path, whole=True)
         for micro in cuts:
             values = self.model(micro.tokens_T, micro.positions_1T, micro.plan)[micro.predictors_N].double()
             per_token, clipped = value_loss(

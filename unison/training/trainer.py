@@ -179,6 +179,8 @@ class Trainer:
             self.critic.load_state(tensors)
         elif self.critic is not None:
             notes.append("the critic begins anew: the state was saved without one")
+        elif "critic_weights" in tensors:
+            notes.append("the critic of the saved state is dropped: the advantage has none now")
         if self.reference is not None:
             notes += self._load_reference(tensors.get("reference", {}))
         self._kl.load_state(tensors.get("algorithm", {}))
@@ -223,9 +225,9 @@ class Trainer:
         return found
 
     def _count(self, columns: TokenColumns, mini_batches: Sequence[Sequence[int]]) -> int:
-        budget = self._config.micro_batch_tokens
-        lengths = [len(row.token_ids) - 1 for row in columns.rows]
-        return sum(len(pack_micro_batches([lengths[i] for i in members], budget)) for members in mini_batches)
+        budget, active = self._config.micro_batch_tokens, set(columns.row_T[columns.active_T].tolist())
+        lengths = [[len(columns.rows[i].token_ids) - 1 for i in members if i in active] for members in mini_batches]
+        return sum(len(pack_micro_batches(of_step, budget)) for of_step in lengths)
 
     def _factors(self, columns: TokenColumns, members: Sequence[int], *, of_critic: bool = False) -> Tensor:
         """The factor of each token's loss in one optimizer step, [T]; 0 for tokens that have no part in it."""
@@ -340,7 +342,7 @@ class Trainer:
         if before_update is not None:
             before_update()
         self.critic.step(columns, members, self._factors(columns, members, of_critic=True), critic_totals)
-        totals.critic_updated = True
+        totals.critic_updated = critic_totals.num_steps > 0
         totals.critic_s += time.perf_counter() - started
 
     def _conclude(self, columns: TokenColumns, step: int, totals: StepTotals, critic_totals: CriticTotals) -> None:

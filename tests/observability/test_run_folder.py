@@ -134,7 +134,7 @@ def test_the_processor_is_described_by_what_matters() -> None:
     assert environment.cpu_flags(text) == ["avx2", "avx512_bf16"]
     assert environment.cpu_model(text) == "Some CPU"
     assert environment.cpu_flags("") == []
-    assert environment.library_version("nothing-of-this-name") is None
+    assert environment.library_version("absent-package") is None
 
 
 def test_the_commit_is_told_only_of_the_code_itself(tmp_path: Path) -> None:

@@ -20,20 +20,10 @@ from tests.theory.learning import (
     plain,
     success,
 )
-from tests.theory.world import Answer, World, make_world, probability
+from tests.theory.world import Answer, World, probability
 
 CLEARLY = 0.01
 """Sine of the angle to the gradient from which a direction counts as another one."""
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
-
-
-@pytest.fixture(scope="module")
-def exact(world: World) -> Tensor:
-    return world.gradient_of_mean(lambda answer: answer.reward)
 
 
 @pytest.fixture(scope="module")

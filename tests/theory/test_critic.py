@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.theory.learning import algorithm, assert_same, expected_ascent, off_direction
-from tests.theory.world import State, World, make_world, probability
+from tests.theory.world import State, World, probability
 from unison.algorithms.assemble import Algorithm
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
-
-
-@pytest.fixture(scope="module")
-def exact(world: World) -> Tensor:
-    return world.gradient_of_mean(lambda answer: answer.reward)
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,9 @@ from torch import Tensor
 
 from tests.theory.learning import algorithm, assert_same, expected_ascent, off_direction, plain
 from tests.theory.test_unbiased import KL_COEF, kl_of_answers
-from tests.theory.world import World, make_world
+from tests.theory.world import World
 from unison.algorithms.assemble import Algorithm
 from unison.algorithms.kl import KlKind
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
 
 
 def kl_at_states(world: World, *, reverse: bool = True, of_stale: bool = False) -> Tensor:

@@ -10,18 +10,13 @@ import pytest
 from torch import Tensor
 
 from tests.theory.learning import Rewards, algorithm, ascent, assert_same, at_each_turn, at_the_end, expected_ascent
-from tests.theory.world import World, make_world
+from tests.theory.world import World
 from unison.algorithms.assemble import Algorithm
 from unison.algorithms.registry import find_loss, names
 
 OF_WHOLE_ANSWERS = {"gspo", "gmpo"}
 """They move all tokens of an answer alike, by its mean advantage over its length."""
 SQUARED = {"mirror"}
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
 
 
 def with_loss(how: Algorithm, loss: str) -> Algorithm:

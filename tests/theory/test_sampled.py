@@ -10,17 +10,12 @@ from torch import Tensor
 
 from tests.theory.learning import algorithm, ascent
 from tests.theory.test_unbiased import KL_COEF
-from tests.theory.world import PROMPTS, Answer, World, make_world, probability
+from tests.theory.world import PROMPTS, Answer, World, probability
 from unison.algorithms.assemble import Algorithm
 
 GROUP = 4
 NUM_BATCHES = 250
 NUM_PROJECTIONS = 8
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
 
 
 @pytest.fixture(scope="module")

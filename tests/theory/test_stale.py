@@ -10,18 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.theory.learning import algorithm, assert_same, expected_ascent, off_direction
-from tests.theory.world import World, make_world, probability
+from tests.theory.world import World, probability
 from unison.algorithms.assemble import Algorithm
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
-
-
-@pytest.fixture(scope="module")
-def exact(world: World) -> Tensor:
-    return world.gradient_of_mean(lambda answer: answer.reward)
 
 
 def weighed(**correction: Any) -> Algorithm:

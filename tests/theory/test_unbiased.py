@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.theory.learning import algorithm, assert_same, at_each_turn, expected_ascent, plain
-from tests.theory.world import Answer, World, make_world, probability
+from tests.theory.world import Answer, World, probability
 
 KL_COEF = 0.3
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
-
-
-@pytest.fixture(scope="module")
-def exact(world: World) -> Tensor:
-    """grad J."""
-    return world.gradient_of_mean(lambda answer: answer.reward)
 
 
 def kl_of_answers(world: World, logprobs_K: Tensor) -> Tensor:

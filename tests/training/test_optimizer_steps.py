@@ -289,8 +289,8 @@ def test_kept_denominators_count_whole_answers_that_were_left_out(
         assert norms["kept"] / norms["reduced"] == pytest.approx(kept / int(columns.trained_T.sum()), rel=1e-5)
     elif aggregation in ("fixed_length", "sequence_mean_token_sum", "sequence_mean_token_mean") and mini_batches == 1:
         assert norms["kept"] / norms["reduced"] == pytest.approx(8 / 12, rel=1e-5)
-    elif aggregation != "prompt_mean":
-        assert norms["kept"] < norms["reduced"]
+    else:
+        assert norms["kept"] < 0.95 * norms["reduced"]
 
 
 def test_samples_of_one_trajectory_are_weighed_and_dealt_out_together(tiny_model_dir: TinyModelDir) -> None:

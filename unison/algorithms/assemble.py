@@ -134,10 +134,7 @@ def _chosen(algorithm: AlgorithmConfig, recipe: Recipe) -> dict[str, Any]:
         **recipe.settings,
     }
     values = {key: getattr(algorithm, key) for key in algorithm.__struct_fields__}
-    return {
-        **{key: of_recipe.get(key) if value is None else value for key, value in values.items()},
-        "options": {key: value for key, value in of_recipe.items() if key not in values} | algorithm.options,
-    }
+    return {key: of_recipe.get(key) if value is None else value for key, value in values.items()}
 
 
 def _users_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def without_taker(
 
 def refused_by_loss(loss: Callable[..., Any], settings: Mapping[str, Any]) -> Iterator[str]:
     """Bounds that a loss of the package refuses: it would do so at its first batch, after a whole rollout."""
-    if not loss.__module__.startswith("unison."):
+    if not str(getattr(loss, "__module__", "")).startswith("unison."):
         return
     nothing = torch.zeros(0)
     batch = LossBatch(

@@ -85,7 +85,7 @@ def trajectories(columns: TokenColumns, algorithm: Algorithm, kl_coef: float) ->
         truncated_N=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
         penalties_T=_penalties(columns, algorithm, kl_coef),
         values_T=None if columns.values_T is None else columns.values_T.clone(),
-        final_values_N=columns.final_values_N,
+        final_values_N=None if columns.final_values_N is None else columns.final_values_N.clone(),
         baselines_N=baselines,
     )
 

@@ -266,12 +266,12 @@ class Trainer:
             progress.advance()
         norm = self._policy.gradient_norm()
         if not math.isfinite(norm):
-            raise self._not_finite(f"the gradient norm is {norm}", columns)
+            raise self._not_finite(f"the gradient norm is {norm}", columns, totals)
         started = time.perf_counter()
         if before_update is not None:
             before_update()
         if not self._policy.update(norm):
-            raise self._not_finite("weights are NaN or infinite", columns, "they were not published")
+            raise self._not_finite("weights are NaN or infinite", columns, totals, "they were not published")
         totals.updated = True
         totals.num_optimizer_steps += 1
         totals.grad_norm_sum += norm
@@ -296,7 +296,7 @@ class Trainer:
         loss = (per_token.double() * factors_T[micro.places_N]).sum()
         forward_done = time.perf_counter()
         if not bool(torch.isfinite(loss)):
-            raise self._not_finite(f"the loss is {loss.item()}", columns)
+            raise self._not_finite(f"the loss is {loss.item()}", columns, totals)
         loss.backward()  # type: ignore[no-untyped-call]
         totals.add(micro, loss.detach(), policy, kl, entropy.detach())
         if not totals.updated and columns.trainer_logprobs_T is None:
@@ -355,7 +355,12 @@ class Trainer:
         if measured is not None and totals.updated:
             totals.others |= self._kl.after_step(measured, num_samples=len(columns.rows))
 
-    def _not_finite(self, what: str, columns: TokenColumns, state: str = "no weight was changed") -> NonFiniteError:
+    def _not_finite(
+        self, what: str, columns: TokenColumns, totals: StepTotals, state: str | None = None
+    ) -> NonFiniteError:
+        if state is None:
+            moved = totals.updated or totals.critic_updated
+            state = "earlier updates of this rollout stand" if moved else "no weight was changed"
         where = ""
         if self._dump_dir is not None:
             try:
@@ -375,11 +380,6 @@ class _Counter:
         self._done += 1
         if self._tell is not None:
             self._tell(self._done, self._total)
-
-
-def _described(found: object) -> str:
-    shapes = [str(tuple(part.shape)) for part in found if isinstance(part, Tensor)] if isinstance(found, tuple) else []
-    return type(found).__name__ + (f" of shapes {', '.join(shapes)}" if shapes else "")
 
 
 def _mean_kl(totals: StepTotals) -> float | None:

@@ -71,10 +71,10 @@ def complete(folder: Path, *flags: str, fault: str | None = None) -> Ended:
     return Ended(process.returncode, output, time.monotonic() - started)
 
 
-def killed_after(folder: Path, seconds: float, number: int = signal.SIGKILL) -> Ended:
+def killed_after(folder: Path, seconds: float, number: int = signal.SIGKILL, *, fault: str | None = None) -> Ended:
     """The run with its whole process group sent a signal so long after its first line."""
     started = time.monotonic()
-    process = begin(folder)
+    process = begin(folder, fault=fault)
     assert process.stdout is not None
     try:
         first = process.stdout.readline()

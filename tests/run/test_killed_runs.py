@@ -49,7 +49,8 @@ def test_a_run_asked_to_stop_saves_says_how_to_go_on_and_goes_on(
     number: signal.Signals, undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    stopped = killed_after(folder, 1.0, number)
+    # It sleeps in the middle of its second rollout, so that a quick machine is not done before the signal comes.
+    stopped = killed_after(folder, 1.0, number, fault="loop.sample:30:sleep=4")
     assert stopped.code == 128 + number, stopped.output
     assert f"go on with: unison train {folder}" in stopped.output
     ended = complete(folder)

@@ -1,0 +1,1 @@
+"""EngineClients for servers, and the servers that a run starts."""

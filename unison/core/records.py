@@ -159,6 +159,8 @@ class GenerationOutput:
     resumed_ids: tuple[int, ...] = ()
     """The ``output_ids`` that the request brought along."""
     priority: int = 0
+    num_retractions: int = 0
+    """Times the request went back to the queue, for want of memory or by a pause, and lost its keys and values."""
 
     def resume(self, request_id: str) -> GenerationRequest:
         """The request that goes on where this aborted answer stopped, to the tokens it would have come to.

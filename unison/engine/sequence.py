@@ -53,6 +53,8 @@ class Sequence:
         """Tokens sampled before the sequence was placed in memory this time."""
         self._read_versions: list[VersionRun] = []
         """Versions of lost keys and values that some sampled token had read."""
+        self.arrival = 0
+        """The sequence's place in the order of arrival."""
         self.num_passed_over = 0
         """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
@@ -218,6 +220,7 @@ class Sequence:
             held_text=self._held_text,
             resumed_ids=self.request.output_ids,
             priority=self.request.priority,
+            num_retractions=self.num_retractions,
         )
         return self.answer
 

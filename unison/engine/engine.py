@@ -390,12 +390,17 @@ class Engine:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_new_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt_ids)),
             end_ids=ends,
-            detokenizer=IncrementalDetokenizer(self.tokenizer) if self.tokenizer is not None else None,
+            detokenizer=self._detokenizer(sampling),
             edits=make_edits(
                 sampling, vocab_size=self.model.spec.vocab_size, prompt_ids=request.prompt_ids, end_ids=ends
             ),
             taps=make_tap_rows(request, size=self.model.spec.hidden_size, dtype=str(self.model.dtype)),
         )
+
+    def _detokenizer(self, sampling: SamplingParams) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self.tokenizer, skip_special=sampling.skip_special_tokens)
 
     def _compute(self) -> None:
         if not self.weights.complete:

@@ -17,20 +17,33 @@ MakeFront = Callable[..., Front]
 
 @pytest.fixture
 def make_front(tiny_model_dir: TinyModelDir) -> Iterator[MakeFront]:
-    """``make_front(limits={...}, engine={...}, **fields of ServeConfig)`` -> a front end over an engine of its own."""
+    """``make_front(limits={...}, engine={...}, model={...}, **fields of ServeConfig)``: a front end with an engine."""
     links: list[LocalLink] = []
 
     def make(
-        *, limits: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **config: Any
+        *,
+        limits: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        **config: Any,
     ) -> Front:
-        options = {"kv_tokens": 4096, **(engine or {})}
-        link = LocalLink(Engine.from_pretrained(tiny_model_dir(), dtype="float32", **options))
+        folder = tiny_model_dir(**(model or {}))
+        link = LocalLink(Engine.from_pretrained(folder, dtype="float32", **{"kv_tokens": 8192, **(engine or {})}))
         links.append(link)
-        tokenizer = link.engine.tokenizer
-        assert tokenizer is not None
         settings = ServeConfig(limits=LimitsConfig(**(limits or {})), **config)
-        return Front(link=link, config=settings, tokenizer=tokenizer, versions=Versions())
+        return Front(link=link, config=settings, tokenizer=link.engine.tokenizer, versions=Versions())
 
     yield make
     for link in links:
         link.close()
+
+
+@pytest.fixture
+def front(make_front: MakeFront) -> Front:
+    return make_front()
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model_dir: TinyModelDir) -> Engine:
+    """Another engine of the same model, for what answers are held against."""
+    return Engine.from_pretrained(tiny_model_dir(), dtype="float32", kv_tokens=8192)

@@ -32,9 +32,9 @@ _ERR_TYPE = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """What an answer has shown of itself, by token; ``first`` is the place of the first in the output."""
+    """What is told of an answer by token, from the ``first`` one of its output on; ``versions`` are of all."""
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
@@ -43,14 +43,31 @@ class Tokens:
     versions: Sequence[VersionRun] = ()
     first: int = 0
 
+    def since(self, place: int) -> Tokens:
+        """A copy without the tokens before ``place``."""
+        return Tokens(
+            self.token_ids[place:],
+            self.logprobs[place:],
+            self.top_logprobs[place:],
+            self.token_id_logprobs[place:],
+            tuple(self.versions),
+            place,
+        )
 
-def answer_body(front: Front, asked: Asked, answer: Answer, e2e_s: float) -> dict[str, Any]:
-    """The object of one answer that ended."""
+    @property
+    def oldest(self) -> int | None:
+        return min((run.version for run in self.versions), default=None)
+
+
+def answer_text(front: Front, asked: Asked, answer: Answer) -> str:
+    """Of an answer that was cut short by the engine's death, nobody has told the text: it is made up here."""
     output = answer.output
-    tokens = tokens_of(output)
-    text = output.text
-    if answer.died is not None and front.tokenizer is not None:
-        text = certain_text(front, asked, output.token_ids)
+    return output.text if answer.died is None else certain_text(front, asked, output.token_ids)
+
+
+def answer_body(front: Front, asked: Asked, answer: Answer, e2e_s: float, text: str, tokens: Tokens) -> dict[str, Any]:
+    """The object of one answer that ended; ``text`` and ``tokens`` are the part of it to be shown."""
+    output = answer.output
     meta = meta_info(front, asked, tokens, finish_reason(answer), len(output.token_ids), output.num_cached_tokens)
     meta |= {
         "seed": output.seed,
@@ -103,7 +120,6 @@ def meta_info(
     num_tokens: int,
     num_cached: int,
 ) -> dict[str, Any]:
-    versions = [run.version for run in tokens.versions]
     request, shown = asked.request, asked.shown
     meta: dict[str, Any] = {
         "id": request.request_id,
@@ -111,7 +127,7 @@ def meta_info(
         "prompt_tokens": len(request.prompt_ids),
         "completion_tokens": num_tokens,
         "cached_tokens": num_cached,
-        "weight_version": front.versions.label(min(versions, default=front.link.version)),
+        "weight_version": front.versions.label(front.link.version if tokens.oldest is None else tokens.oldest),
         "weight_versions": _spans(front, tokens.versions, tokens.first),
     }
     notes = list(shown.notes)
@@ -209,10 +225,13 @@ def _token_text(front: Front, asked: Asked, token: int) -> str | None:
     return front.tokenizer.decode([token], skip_special=False)
 
 
-def _spans(front: Front, runs: Sequence[VersionRun], start: int) -> list[dict[str, Any]]:
-    """Runs as [start, end) with labels."""
+def _spans(front: Front, runs: Sequence[VersionRun], first: int) -> list[dict[str, Any]]:
+    """Runs as [start, end) with labels, from the place ``first`` on."""
     spans = []
+    start = 0
     for run in runs:
-        spans.append({"version": front.versions.label(run.version), "start": start, "end": start + run.count})
-        start += run.count
+        end = start + run.count
+        if end > first:
+            spans.append({"version": front.versions.label(run.version), "start": max(start, first), "end": end})
+        start = end
     return spans

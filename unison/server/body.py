@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from starlette.requests import ClientDisconnect
-
 from unison.config.serving import LimitsConfig
 from unison.server.errors import HttpError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Receive
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
@@ -40,10 +39,7 @@ def _too_long(limits: LimitsConfig) -> HttpError:
     return HttpError(413, "too_large", f"the body is longer than {limits.body_bytes} bytes; send less at once")
 
 
-async def wait_until_gone(request: Request) -> None:
+async def wait_until_gone(receive: Receive) -> None:
     """Return when the client has closed its connection; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
-
-
-__all__ = ["ClientDisconnect", "read_body", "wait_until_gone"]

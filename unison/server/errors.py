@@ -1,11 +1,13 @@
-"""Every answer that is no success: a status, and a body that says of which kind the error is and which field it is about.
+"""Every answer that is no success: a status, and a body that says what kind of error it is and of which field.
 
 ``{"error": {"message": str, "type": str, "param": str | null}}``; nothing else ever answers an error of sampling.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
@@ -13,9 +15,16 @@ from starlette.responses import Response
 
 from unison.core.errors import UnisonError
 
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
 RETRY_S: Final = 1
 """What Retry-After says where a server will soon be able to serve again."""
 MAX_SHOWN_CHARS: Final = 80
+JSON: Final = "application/json"
+LINGER_S: Final = 1.0
+"""How long a refused client may go on sending, so that it reads the refusal and not a reset connection."""
+_CLOSING: Final = (408, 413)
 
 
 class HttpError(UnisonError):
@@ -53,12 +62,29 @@ def unavailable(message: str, kind: str = "unavailable") -> HttpError:
 
 
 def error_response(error: HttpError, request_id: str | None = None) -> Response:
-    return json_response(error.body, error.status, {**error.headers, **id_header(request_id)})
+    headers = {**error.headers, **id_header(request_id)}
+    if error.status in _CLOSING:
+        return _Refusal(msgspec.json.encode(error.body), error.status, {**headers, "connection": "close"}, JSON)
+    return json_response(error.body, error.status, headers)
+
+
+class _Refusal(Response):
+    """An answer to a request whose body is not read to its end. It is sent at once and whole; then what the client
+    still sends is thrown away for a moment, for a connection closed before would be reset, and the answer lost."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """JSON in which every finite float reads back to the bit; infinite ones become null."""
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, headers, media_type=JSON)
 
 
 def id_header(request_id: str | None) -> dict[str, str]:

@@ -292,7 +292,9 @@ def is_neutral(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_neutral, value))
 
 
-def sort_out(given: dict[str, Any], table: dict[str, Field], prefix: str, strict: bool) -> tuple[dict[str, Any], set[str]]:
+def sort_out(
+    given: dict[str, Any], table: dict[str, Field], prefix: str, strict: bool
+) -> tuple[dict[str, Any], set[str]]:
     """(the used fields that were given, names of what was given and does nothing). Raises BadField for the rest."""
     found: dict[str, Any] = {}
     without_effect: set[str] = set()

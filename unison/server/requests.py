@@ -324,7 +324,9 @@ def _share(name: str, value: Any, is_batch: bool, count: int, place: int) -> Any
         if name == "output_ids" and is_batch and not is_listed:
             raise BadField(name, f"{name} of a batch must be a list of lists, one for each prompt")
     if is_listed and len(value) != count:
-        raise BadField(name, f"{name} holds {len(value)} values for {count} prompts; give one for each, or a single one")
+        raise BadField(
+            name, f"{name} holds {len(value)} values for {count} prompts; give one for each, or a single one"
+        )
     mine = value[place] if is_listed else value
     return None if mine is None else field.kind.read(f"{name}[{place}]" if is_listed else name, mine)
 
@@ -342,7 +344,11 @@ def _check_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:
 def _param_of(message: str) -> str:
     """The field that a refusal of SamplingParams begins with, by the name clients know it by."""
     name = next((word for word in re.findall(r"\w+", message) if word in SAMPLING_TABLE), None)
-    outside = {"logprobs": "logprob_mode", "top_logprobs": "top_logprobs_num", "prompt_logprobs_from": "logprob_start_len"}
+    outside = {
+        "logprobs": "logprob_mode",
+        "top_logprobs": "top_logprobs_num",
+        "prompt_logprobs_from": "logprob_start_len",
+    }
     if name is None:
         word = next((word for word in re.findall(r"\w+", message) if word in outside), "logprobs")
         return outside[word]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from unison.server import generate
+from unison.server import generate, health
 from unison.server.front import Route
 
-ROUTES: Final[tuple[Route, ...]] = (*generate.ROUTES,)
+ROUTES: Final[tuple[Route, ...]] = (*generate.ROUTES, *health.ROUTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Front:
     is_draining: bool = False
     """Set by SIGTERM: what runs may end, nothing new is begun."""
     started_at: float = field(default_factory=time.time)
+    probe: asyncio.Task[None] | None = None
+    """The probe through the scheduler that is under way; whoever asks meanwhile shares it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,16 +234,16 @@ class Client:
             raise TypeError(type(link))
         return link
 
-    async def post(self, path: str, **body: Any) -> httpx.Response:
+    async def post(self, path: str, /, **body: Any) -> httpx.Response:
         return await self.http.post(path, json=body)
 
-    async def ok(self, path: str, **body: Any) -> dict[str, Any]:
+    async def ok(self, path: str, /, **body: Any) -> dict[str, Any]:
         answer = await self.post(path, **body)
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()
         return result
 
-    async def get(self, path: str, **query: Any) -> httpx.Response:
+    async def get(self, path: str, /, **query: Any) -> httpx.Response:
         return await self.http.get(path, params=query)
 
 

@@ -239,7 +239,7 @@ class Delta:
             )
 
     def _unpack(self, target: Bytes, entry: DeltaEntry, start: int) -> None:
-        packed = _Section(self._file, start, entry.num_bytes)
+        packed: Any = _Section(self._file, start, entry.num_bytes)
         unpacker = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         item_bytes = DTYPES[entry.dtype].itemsize
         with unpacker.stream_reader(packed, read_size=_READ_BYTES) as reader:

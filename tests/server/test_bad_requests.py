@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import resource
 import subprocess
 import sys
@@ -47,16 +46,18 @@ BAD: list[tuple[Any, str | None]] = [
         ({"text": "a", "sampling_params": {name: value}}, f"sampling_params.{name}")
         for name, value in [
             ("temperature", -1), ("temperature", float("nan")), ("temperature", "hot"), ("temperature", 1e-5),
-            ("temperature", True), ("temperature", 10**400), ("top_p", 0), ("top_p", 1.5), ("top_k", -7), ("top_k", 1.0),
-            ("min_p", 2), ("frequency_penalty", 3), ("repetition_penalty", 0), ("max_new_tokens", -1),
+            ("temperature", True), ("temperature", 10**400), ("top_p", 0), ("top_p", 1.5), ("top_k", -7),
+            ("top_k", 1.0), ("min_p", 2), ("frequency_penalty", 3), ("repetition_penalty", 0), ("max_new_tokens", -1),
             ("max_new_tokens", True), ("min_new_tokens", 129), ("n", 0), ("seed", -1), ("sampling_seed", 1 << 64),
-            ("stop", ["a"] * 65), ("stop", 5), ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB]), ("ignore_eos", 1),
+            ("stop", ["a"] * 65), ("stop", 5), ("stop_token_ids", [VOCAB]), ("ignore_eos", 1),
             ("logit_bias", {"-1": 5}), ("logit_bias", {str(VOCAB): 5}), ("logit_bias", {"abc": 1}),
-            ("logit_bias", [1]), ("logit_bias", {"0": 1e9}), ("stop_token_ids", "7"), ("allowed_token_ids", []),
+            ("logit_bias", [1]), ("stop_token_ids", "7"), ("allowed_token_ids", []),
             ("forced_ids", [VOCAB]), ("stream_interval", 0),
         ]
     ],
     ({"text": "a", "sampling_params": {"logit_bias": {"0": "x"}}}, "sampling_params.logit_bias[0]"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"0": 1e9}}}, "sampling_params.logit_bias[0]"),
+    ({"text": "a", "sampling_params": {"stop_token_ids": [-1]}}, "sampling_params.stop_token_ids[0]"),
     ({"text": "a", "sampling_params": {"logit_bias": {"0": 1, "00": 1}}}, "sampling_params.logit_bias"),
     ({"text": "a", "sampling_params": {"stop": ["a", ""]}}, "sampling_params.stop[1]"),
     ({"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}}, "sampling_params.seed"),
@@ -116,69 +117,10 @@ def test_after_all_of_them_a_normal_request_is_served(shared_front: Front) -> No
     assert link_of(shared_front).num_open == 0
 
 
-VALID: list[dict[str, Any]] = [
-    {"text": "Hello", "sampling_params": {"max_new_tokens": 3, "temperature": 0.5, "stop": ["x"], "n": 2}},
-    {"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 2}},
-    {"input_ids": [[1], [2, 3]], "rid": "r", "stream": True, "sampling_params": [{"seed": 1}, {"top_k": 5}]},
-    {"text": ["a", "b"], "top_logprobs_num": 2, "return_logprob": True, "token_ids_logprob": [1, 2]},
-    {"text": "a", "sampling_params": {"logit_bias": {"5": 1.0}, "stop_token_ids": [3], "min_new_tokens": 1}},
-]
-ODD_VALUES: list[Any] = [None, True, -1, 0, 1, 2**63, 10**30, 1e308, -0.0, "", "x", "\x00", [], {}, [[]], [None], {"": 0}]
-
-
-def mutated(random_: random.Random) -> bytes:
-    """A valid body with something wrong in its values, its structure or its bytes."""
-    body = json.loads(json.dumps(random_.choice(VALID)))
-    for _ in range(random_.randint(1, 3)):
-        table = body
-        if random_.random() < 0.5 and isinstance(body.get("sampling_params"), dict):
-            table = body["sampling_params"]
-        if not table:
-            continue
-        name = random_.choice(sorted(table))
-        change = random_.randrange(4)
-        if change == 0:
-            table[name] = random_.choice(ODD_VALUES)
-        elif change == 1:
-            del table[name]
-        elif change == 2:
-            table[name] = [table[name]] * random_.choice([0, 1, 2, 70])
-        else:
-            table[name + "x"] = table[name]
-    body.setdefault("sampling_params", {"max_new_tokens": 2})
-    data = bytearray(json.dumps(body).encode())
-    if random_.random() < 0.4:
-        for _ in range(random_.randint(1, 4)):
-            place = random_.randrange(len(data))
-            data[place : place + random_.randint(0, 2)] = random_.randbytes(random_.randint(0, 2))
-    return bytes(data)
-
-
-def test_a_thousand_mutated_bodies_get_a_typed_answer_each(shared_front: Front) -> None:
-    from tests.server.http_support import call_all
-
-    random_ = random.Random(0)
-    statuses: dict[int, int] = {}
-    for _ in range(20):
-        requests = [{"method": "POST", "url": "/generate", "content": mutated(random_)} for _ in range(50)]
-        for request, response in zip(requests, call_all(shared_front, requests), strict=True):
-            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
-            assert response.status_code in (200, 400), (request["content"], response.text)
-            if response.status_code == 400:
-                assert response.json()["error"]["type"] == "invalid_request", request["content"]
-    assert sum(statuses.values()) == 1000 and min(statuses.values()) > 100, statuses
-    assert generated(shared_front, text="a", sampling_params={"max_new_tokens": 3})["output_ids"]
-    assert link_of(shared_front).num_open == 0
-    link_of(shared_front).engine.check()
-
-
 def test_bad_requests_change_nothing_for_the_others(front: Front) -> None:
     """Eight greedy requests, alone and then among a hundred malformed ones."""
-    prompts = [[i + 1] * (3 + i) for i in range(8)]
-    bodies = [
-        {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}, "return_logprob": True}
-        for ids in prompts
-    ]  # fmt: skip
+    sampling = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
+    bodies = [{"input_ids": [i + 1] * (3 + i), "sampling_params": sampling, "return_logprob": True} for i in range(8)]
     keys = ("output_ids", "text")
 
     def told(answer: dict[str, Any]) -> list[Any]:
@@ -240,6 +182,16 @@ def test_unknown_routes_and_methods_are_typed_too(front: Front) -> None:
 def test_bounds_and_access_hold_without_assertions() -> None:
     folder = Path(__file__).parent
     names = ["test_access.py", "test_bad_requests.py", "test_fields.py"]
-    command = [sys.executable, "-O", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(folder / n) for n in names)]
+    command = [
+        sys.executable,
+        "-O",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *(str(folder / n) for n in names),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder.parents[1])
     assert result.returncode == 0, result.stdout[-2000:]

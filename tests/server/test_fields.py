@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -21,27 +22,37 @@ from unison.server.fields import (
 )
 from unison.server.front import Front
 
-CONTRACT = """
+CONTRACT_TEXT = """
 rid text input_ids input_embeds image_data video_data audio_data sampling_params return_logprob logprob_start_len
 top_logprobs_num token_ids_logprob return_text_in_logprobs return_hidden_states return_routed_experts
 routed_experts_start_len return_prompt_token_ids return_entropy return_sampling_mask return_flat_raw_top_logprobs
 return_indexer_topk stream priority extra_key cache_salt session_id session_params lora_path custom_logit_processor
 routed_dp_rank data_parallel_rank bootstrap_host bootstrap_port bootstrap_room routing_key conversation_id custom_labels
 external_trace_header log_metrics no_logs background require_reasoning max_thinking_tokens modalities
-""".split()
-SAMPLING_CONTRACT = """
+"""
+SAMPLING_CONTRACT_TEXT = """
 max_new_tokens min_new_tokens temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop
 stop_token_ids stop_regex ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim n json_schema regex
 ebnf structural_tag logit_bias sampling_seed custom_params stream_interval
-""".split()
-HUGE: list[Any] = [10**400, -(10**400), float("inf"), float("nan"), "x" * 100_000, [[]] * 100_000, {"a": 1}, [1.5], [-1]]
+"""
+HUGE: list[Any] = [
+    10**400,
+    -(10**400),
+    float("inf"),
+    float("nan"),
+    "x" * 100_000,
+    [[]] * 100_000,
+    {"a": 1},
+    [1.5],
+    [-1],
+]
 ALL = [(field, "") for field in REQUEST_FIELDS] + [(field, "sampling_params.") for field in SAMPLING_FIELDS]
 USED = [(field, prefix) for field, prefix in ALL if field.use == "used"]
 
 
 def test_the_contract_is_decided_field_by_field() -> None:
-    assert set(CONTRACT) <= set(REQUEST_TABLE)
-    assert set(SAMPLING_CONTRACT) <= set(SAMPLING_TABLE)
+    assert set(CONTRACT_TEXT.split()) <= set(REQUEST_TABLE)
+    assert set(SAMPLING_CONTRACT_TEXT.split()) <= set(SAMPLING_TABLE)
     assert len(REQUEST_TABLE) == len(REQUEST_FIELDS) and len(SAMPLING_TABLE) == len(SAMPLING_FIELDS)
 
 
@@ -71,8 +82,6 @@ def body_with(name: str, prefix: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("field", "prefix"), USED, ids=[prefix + field.name for field, prefix in USED])
 def test_a_value_beyond_its_bound_is_refused_by_name(front: Front, field: Field, prefix: str) -> None:
     """Each of the extreme values is either the field's own kind of value, or a 400 that names it."""
-    import json
-
     num_refused = 0
     for value in HUGE:
         body = json.dumps(body_with(field.name, prefix, value)).encode()

@@ -157,7 +157,11 @@ def test_pipelined_requests_are_answered_in_order(make_front: MakeFront) -> None
         last = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         answer = server.send(post_bytes(GOOD) + post_bytes(b"[") + last)
         lines = [line for line in answer.split(b"\r\n") if b"HTTP/1.1 " in line]
-        assert [int(line.split(b" ")[-3 if b"Bad" in line or b"Not" in line else -2]) for line in lines] == [200, 400, 404]
+        assert [int(line.split(b" ")[-3 if b"Bad" in line or b"Not" in line else -2]) for line in lines] == [
+            200,
+            400,
+            404,
+        ]
 
 
 def test_a_stopped_server_ends_its_requests_and_lets_the_port_go(make_front: MakeFront) -> None:

@@ -151,9 +151,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            # The answer to the request before this one is still being sent; another cannot stand within it.
-            self.transport.close()
-            return
+            if self.cycle.response_started or self.pipeline:
+                # An answer is being sent, or one to an earlier request is to come first; none can stand within it.
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # whoever serves it is told that nobody waits, and can send nothing
+            self.cycle.message_event.set()
         self.transport.write(refusal(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()

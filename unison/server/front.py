@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ class Front:
     is_draining: bool = False
     """Set by SIGTERM: what runs may end, nothing new is begun."""
     started_at: float = field(default_factory=time.time)
+<<<<<<< HEAD
+    probe: asyncio.Task[None] | None = None
+    """The probe through the scheduler that is under way; whoever asks meanwhile shares it."""
+=======
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(init=False)
     updates: Updates = field(init=False)
@@ -42,6 +47,7 @@ class Front:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.link)
         self.updates = Updates(self.link, self.versions, self.metrics, lease_s=self.config.update_s)
+>>>>>>> w/control
 
 
 @dataclass(frozen=True, slots=True)

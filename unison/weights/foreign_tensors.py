@@ -380,7 +380,7 @@ def _mapped(memory: mmap.mmap) -> Tensor:
 def release(tensors: Sequence[Foreign]) -> None:
     """Tell the sender that its tensors were read; else it keeps their memory until it ends.
 
-    Once for each list of ``decode_tensors``, when they are no longer needed. Memory that is gone already is passed over.
+    Once for each list of ``decode_tensors``, when they are needed no more. Memory that is gone already is passed over.
     """
     sharings = {id(tensor.sharing): tensor for tensor in tensors if isinstance(tensor, ForeignTensor)}
     for tensor in sharings.values():

@@ -168,11 +168,11 @@ def forged(path: Path, packed: bytes, **changed: object) -> Path:
 
 
 def test_a_bomb_is_not_unpacked_past_the_tensor(tmp_path: Path) -> None:
-    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 30))
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
     path = forged(tmp_path / "x.delta", bomb)
     tracemalloc.start()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(WeightUpdateError, match="holds more than its shape says|too much memory"):
+    with pytest.raises(WeightUpdateError, match="holds more than its shape says"):
         applied(path, {"w": torch.zeros(100)})
     assert tracemalloc.get_traced_memory()[1] < (32 << 20)
     tracemalloc.stop()
@@ -187,7 +187,11 @@ def test_a_bomb_is_not_unpacked_past_the_tensor(tmp_path: Path) -> None:
         (zstandard.compress(bytes(400)), {}, "the checksum it should have"),
         (b"rubbish", {}, "tensor 'w': "),
         (b"", {}, "ends before its shape is filled"),
-        (zstandard.compress(bytes(400)), {"shape": (1 << 50,)}, r"is float32 \[1125899906842624\]; it is to be applied"),
+        (
+            zstandard.compress(bytes(400)),
+            {"shape": (1 << 50,)},
+            r"is float32 \[1125899906842624\]; it is to be applied",
+        ),
         (zstandard.compress(bytes(400)), {"dtype": "bfloat16", "shape": (200,)}, r"applied to float32 \[100\]"),
         (zstandard.compress(bytes(400)), {"name": "v"}, "tensor 'v' is not among those"),
         (zstandard.compress(bytes(400)), {"num_bytes": 1 << 40}, "its table begins at"),
@@ -276,8 +280,12 @@ def assert_local(local: Path, source: Source, version: int) -> None:
     assert_same(taken.tensors, source.tensors[version], torch.bfloat16)
 
 
-@pytest.mark.parametrize(("start", "target"), [(1, 2), (1, 4), (2, 3), (1, 6), (4, 6), (3, 3), (6, 4), (None, 4), (None, 5)])
-def test_a_local_folder_is_brought_to_any_version(start: int | None, target: int, source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "target"), [(1, 2), (1, 4), (2, 3), (1, 6), (4, 6), (3, 3), (6, 4), (None, 4), (None, 5)]
+)
+def test_a_local_folder_is_brought_to_any_version(
+    start: int | None, target: int, source: Source, tmp_path: Path
+) -> None:
     local = tmp_path / "local"
     if start is not None:
         write_full(local, source.tensors[start], version=start, dtype=torch.bfloat16)
@@ -293,7 +301,9 @@ def test_a_gap_on_the_way_is_named(source: Source, tmp_path: Path) -> None:
     local = tmp_path / "local"
     apply_delta_to_folder(local, source.root, 1)
     version_folder(source.root, 3).rename(tmp_path / "away")
-    message = "version 3 is missing in .*, on the way to version 4; the local folder holds version 1, the source 1, 2, 4"
+    message = (
+        "version 3 is missing in .*, on the way to version 4; the local folder holds version 1, the source 1, 2, 4"
+    )
     with pytest.raises(WeightUpdateError, match=message):
         apply_delta_to_folder(local, source.root, 4)
     assert_local(local, source, 1)
@@ -306,7 +316,7 @@ def test_a_gap_on_the_way_is_named(source: Source, tmp_path: Path) -> None:
 def test_another_history_is_refused(source: Source, tmp_path: Path) -> None:
     local = tmp_path / "local"
     write_full(local, tensors_of(9), version=1, dtype=torch.bfloat16)
-    with pytest.raises(WeightUpdateError, match="is on version 1 with checksum .* the one at hand has checksum"):
+    with pytest.raises(WeightUpdateError, match=r"is on version 1 with checksum .* the one at hand has checksum"):
         apply_delta_to_folder(local, source.root, 3)
     other = Source(tmp_path / "other")
     version_folder(source.root, 3).rename(tmp_path / "away")
@@ -330,9 +340,12 @@ def test_damage_on_the_way_leaves_the_local_folder_as_it_is(where: str, source: 
     else:
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
-    with pytest.raises(WeightUpdateError, match="is damaged|is no usable delta|is a symbolic link"):
+    with pytest.raises(WeightUpdateError, match=r"is damaged|is no usable delta|is a symbolic link"):
         apply_delta_to_folder(local, source.root, 2)
-    assert (local / MANIFEST).exists() and sorted(os.listdir(tmp_path))[:2] == [".local.lock", "local"] or where == "link"
+    assert msgspec.json.decode((local / MANIFEST).read_bytes())["version"] == 1
+    assert not list(tmp_path.glob(".part-*"))
+    if where == "delta":
+        assert_local(local, source, 1)
 
 
 def test_a_version_under_another_s_name_is_refused(source: Source, tmp_path: Path) -> None:
@@ -398,6 +411,8 @@ def test_the_format_is_what_its_description_says(tmp_path: Path) -> None:
     header = msgspec.msgpack.decode(data[-20 - length : -20])
     (entry,) = header["entries"]
     planes = np.frombuffer(zstandard.decompress(data[8 : 8 + entry["num_bytes"]]), np.uint8)
-    result = planes.reshape(4, -1).T.reshape(-1) ^ (old["w"].numpy().view(np.uint8) if entry["encoding"] == "xor" else 0)
+    result = planes.reshape(4, -1).T.reshape(-1) ^ (
+        old["w"].numpy().view(np.uint8) if entry["encoding"] == "xor" else 0
+    )
     assert result.view(np.float32).tolist() == new["w"].tolist()
     assert xxhash.xxh3_128_hexdigest(result.tobytes()) == entry["checksum"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ from tests.conftest import TinyModelDir
 from tests.server.serving import Served, serving
 from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
-from unison.models.loading import stream_tensors
+from unison.models.loading import read_config, stream_tensors
 from unison.models.registry import read_spec
-from unison.models.loading import read_config
 from unison.weights.arena import ArenaLayout
 from unison.weights.disk import write_full
 from unison.weights.group import Group, join_group, listen
+from unison.weights.handles import Mappings
 from unison.weights.manifest import DTYPES
 from unison.weights.outbox import Filled, Outbox
 from unison.weights.push import push_weights
@@ -42,6 +42,7 @@ class Trainer:
         self.http = http
         self.dtype = DTYPES[dtype]
         self.outbox = Outbox(ArenaLayout.of(read_spec(read_config(model)), self.dtype))
+        self.mappings = Mappings()
         self.group: Group | None = None
 
     def version(self, k: int) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ class Trainer:
             await self.open_group()
         assert self.group is not None
         filled = self.outbox.fill(self.version(k))
-        memory = torch.frombuffer(self.outbox.memory(), dtype=torch.uint8)[: filled.layout.num_bytes]
+        memory = self.mappings.memory(filled.handle)[: filled.layout.num_bytes]
         await self.ask("/weights/begin", version=k, label=str(k))
         body = {"transport": "group", "group": "load", "layout": plain_layout(filled), "flattened": True}
         staged = asyncio.create_task(self.ask("/weights/stage", version=k, timeout_s=30, **body))
@@ -92,9 +93,7 @@ class Trainer:
                 backend="gloo",
             )
         )
-        self.group = await asyncio.to_thread(
-            join_group, "load", "127.0.0.1", port, 0, 2, "gloo", 60.0, listener
-        )
+        self.group = await asyncio.to_thread(join_group, "load", "127.0.0.1", port, 0, 2, "gloo", 60.0, listener)
         await joining
 
     async def disk(self, k: int, tmp: Path) -> None:
@@ -170,7 +169,7 @@ def assert_whole_and_of_committed_versions(load: Load, num_updates: int) -> None
         numbers = [0 if span["version"] == "default" else int(span["version"]) for span in spans]
         assert numbers == sorted(set(numbers)) and numbers[-1] <= num_updates
         assert spans[0]["start"] == 0 and spans[-1]["end"] == MAX_NEW_TOKENS
-        assert all(one["end"] == other["start"] for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one["end"] == other["start"] for one, other in itertools.pairwise(spans))
         kv = info["kv_versions"]
         assert kv[0]["start"] == 0 and kv[-1]["end"] == len(prompt) + MAX_NEW_TOKENS - 1
 
@@ -218,9 +217,7 @@ async def drive(server: Served, model: Path, transport: str, num_updates: int, t
 
 @pytest.mark.parametrize("staging", ["shadow", "in_place"])
 @pytest.mark.parametrize("transport", ["handles", "in_group", "disk"])
-def test_a_few_updates_under_load(
-    transport: str, staging: str, tiny_model_dir: TinyModelDir, tmp_path: Path
-) -> None:
+def test_a_few_updates_under_load(transport: str, staging: str, tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     check(transport, staging, tiny_model_dir("llama"), tmp_path, num_updates=12)
 
 
@@ -239,4 +236,3 @@ def check(transport: str, staging: str, model: Path, tmp_path: Path, num_updates
     assert_whole_and_of_committed_versions(load, num_updates)
     assert_single_version_answers_are_that_versions(load, trainer, model, least=num_updates // 4)
     trainer.outbox.close()
-    assert socket.socket().close() is None

@@ -7,7 +7,7 @@ has, refuses what is foreign, misshapen or doubled, and at the end names what ne
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,22 @@ class WeightLoader:
             raise ModelError(f"tensor {name!r} differs from the one it is tied to; send one of them, or equal ones")
         self._given.add(name)
         self._written.add(target)
+
+    @property
+    def written(self) -> Set[str]:
+        """The published names under which tensors were written."""
+        return self._written
+
+    def refuse_given(self, names: Set[str]) -> None:
+        """Raise ModelError if one of the names was given already."""
+        twice = sorted(self._given & names)
+        if twice:
+            raise ModelError(f"tensor {twice[0]!r} was given twice")
+
+    def record(self, names: Set[str]) -> None:
+        """Count tensors as given that were written by other means than ``write``."""
+        self._given |= names
+        self._written |= {canonical_name(self._spec, name) for name in names}
 
     def finish(self) -> None:
         """Raise ModelError unless every tensor of the model was written."""

@@ -33,18 +33,21 @@ def without_times(answer: dict[str, Any]) -> dict[str, Any]:
         {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [1]},
         {"return_logprob": True, "logprob_start_len": 0, "return_prompt_token_ids": True},
         {"output_ids": [72, 105, 0xF0, 0x9F], "return_logprob": True},
+        {"output_ids": [72, 258, 0x7A], "sampling_params": {"stop": ["zq"], "skip_special_tokens": False}},
+        {"output_ids": [72, 0x7A, 0x71], "sampling_params": {"stop": ["zq"], "no_stop_trim": True}},
     ],
 )
 def test_pieces_are_cumulative_and_the_last_is_the_whole_answer(front: Front, further: dict[str, Any]) -> None:
     body = {
         "input_ids": IDS,
         "rid": "one",
-        "sampling_params": {"max_new_tokens": 24, "seed": 4, "stop": ["zq"], "ignore_eos": True},
+        "sampling_params": {"stop": ["zq"]},
         **further,
     }
+    body["sampling_params"] = {"max_new_tokens": 24, "seed": 4, "ignore_eos": True, **body["sampling_params"]}
     whole = generated(front, **body)
     pieces = streamed(front, **body)
-    assert len(pieces) > 2
+    assert len(pieces) > 2 or whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": "zq"}
     assert all(piece["meta_info"]["finish_reason"] is None for piece in pieces[:-1])
     for one, next_one in pairwise(pieces):
         assert next_one["text"].startswith(one["text"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import socket
 import time
 from itertools import pairwise
@@ -185,6 +187,29 @@ def test_a_client_that_leaves_takes_its_requests_with_it(front: Front, stream: b
         wait_for(lambda: link_of(front).num_open == 0, timeout_s=2)
         assert not link_of(front).engine.has_work
         link_of(front).engine.check()
+
+
+def test_clients_that_drop_off_at_any_moment_leave_nothing_behind(front: Front) -> None:
+    slow(front, 0.002)
+    link, random_ = link_of(front), random.Random(3)
+    with served(front) as server:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(60):
+            body = {
+                "input_ids": [random_.randrange(256) for _ in range(random_.randint(1, 300))],
+                "stream": random_.random() < 0.5,
+                "sampling_params": {"max_new_tokens": 200, "ignore_eos": True, "n": random_.randint(1, 3)},
+            }
+            data = post_bytes(json.dumps(body).encode())
+            with server.connect() as sock:
+                sock.sendall(data[: random_.choice([len(data), len(data), random_.randrange(len(data))])])
+                time.sleep(random_.random() * 0.05)
+        wait_for(lambda: link.num_open == 0)
+        link.before_step = lambda: None
+        assert httpx.post(f"{server.url}/generate", json={"text": "a"}, timeout=20).status_code == 200
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
+    assert not link.engine.has_work
+    link.engine.check()
 
 
 def test_the_request_id_is_known_before_the_first_token(front: Front) -> None:

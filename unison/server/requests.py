@@ -376,6 +376,7 @@ def _all_different(asked: list[Asked]) -> list[Asked]:
     return asked
 
 
-def is_long(body: bytes) -> bool:
-    """Whether reading it would hold up the event loop for more than a few milliseconds."""
-    return len(body) > 1 << 15
+def may_take_long(body: bytes) -> bool:
+    """Whether reading it might hold up the event loop for more than a few milliseconds: long, or many copies."""
+    # JSON may spell a key by escapes too.
+    return len(body) > 1 << 11 or b'"n"' in body or b"\\u" in body

@@ -113,7 +113,9 @@ def serve(folder: Path, scenario: Callable[[Server], Awaitable[None]], **setting
         link = EngineConnection(setup, start_s=60, hang_s=60)
         await link.start()
         front = Front(link, config, Tokenizer.from_folder(folder), Versions())
-        transport = httpx.ASGITransport(create_app(front, tuple({r.path: r for r in (*ROUTES, *CONTROL_ROUTES)}.values())))
+        transport = httpx.ASGITransport(
+            create_app(front, tuple({r.path: r for r in (*ROUTES, *CONTROL_ROUTES)}.values()))
+        )
         tensors = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
             try:
@@ -187,16 +189,16 @@ def test_an_update_in_pieces_while_requests_are_held_aborts_none_and_mixes_nothi
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_a_slime_like_trainer_over_a_process_group(tiny_model_dir: TinyModelDir, tmp_path: Path, flattened: bool) -> None:
+def test_a_slime_like_trainer_over_a_process_group(
+    tiny_model_dir: TinyModelDir, tmp_path: Path, flattened: bool
+) -> None:
     async def scenario(server: Server) -> None:
         new = changed(server.tensors, 1.25)
         wanted = expected(server.folder, new, tmp_path / "new")
         first = await server.sample()
         socket = listen("127.0.0.1")
         port = socket.getsockname()[1]
-        ours = asyncio.create_task(
-            asyncio.to_thread(join_group, "g", "127.0.0.1", port, 0, 2, "gloo", 30.0, socket)
-        )
+        ours = asyncio.create_task(asyncio.to_thread(join_group, "g", "127.0.0.1", port, 0, 2, "gloo", 30.0, socket))
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         await server.ok("/init_weights_update_group", **body, group_name="g", backend="gloo")
         group = await ours

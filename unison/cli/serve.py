@@ -55,28 +55,32 @@ def _parser() -> ArgumentParser:
     default = ServeConfig()
     parser = ArgumentParser("unison serve", "Put an engine behind HTTP: SGLang's contract, and our own.", EXAMPLES)
     add = parser.add_argument
+    beyond = "beyond loopback, control is closed without an admin key"
+    staged = "where weight updates are staged: a second copy, or the live weights (%(default)s)"
+    admin = "environment variable with the key for weights, pause, abort and the like"
+    tensors = "take SGLang's serialised tensors, by an allow-list of exact classes"
     add("--model", required=True, metavar="M", help="model folder, or a short name like smollm2-135m")
-    add("--host", default=default.host, help="address to listen on (%(default)s); beyond loopback, control is closed "
-        "without an admin key")
+    add("--host", default=default.host, help=f"address to listen on (%(default)s); {beyond}")
     add("--port", type=int, default=default.port, metavar="N", help="port, 0 takes a free one (%(default)s)")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="compute dtype (%(default)s)")
     add("--numerics", choices=("auto", "exact", "fast"), default="auto", help="numerics path (%(default)s)")
-    add("--staging", choices=get_args(Staging), default=default.staging, help="where weight updates are staged: a "
-        "second copy, or the live weights (%(default)s)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the engine, 0 takes all cores (%(default)s)")
+    add("--staging", choices=get_args(Staging), default=default.staging, help=staged)
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the engine; 0: all cores (%(default)s)")
     add("--cores", type=_cores, metavar="LIST", help="cores that front end and engine may use, like 0,2-3")
     add("--api-key-env", metavar="VAR", help="environment variable with the key that clients must show")
-    add("--admin-key-env", metavar="VAR", help="environment variable with the key for weights, pause, abort and the like")
+    add("--admin-key-env", metavar="VAR", help=admin)
     add("--strict", action="store_true", help="refuse unknown request fields")
-    add("--allow-pickled-tensors", action="store_true", help="take SGLang's serialised tensors, by an allow-list of "
-        "exact classes")
+    add("--allow-pickled-tensors", action="store_true", help=tensors)
     add("--profile-dir", default=default.profile_dir, metavar="DIR", help="where profiles are written (%(default)s)")
     for name, text in _SECONDS.items():
-        add(f"--{name.replace('_', '-')}", type=float, default=getattr(default, name), metavar="S", help=f"{text} (%(default)s)")
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=float, default=getattr(default, name), metavar="S", help=f"{text} (%(default)s)")
     add("--ready-fd", type=int, metavar="FD", help="descriptor that is told the url once requests are taken")
     add("--end-with-parent", action="store_true", help="end when the process that started this one does")
-    parser.epilog = f"further settings: --engine.KEY VALUE ({', '.join(EngineConfig.__struct_fields__)}),\n" \
+    parser.epilog = (
+        f"further settings: --engine.KEY VALUE ({', '.join(EngineConfig.__struct_fields__)}),\n"
         f"--limits.KEY VALUE ({', '.join(LimitsConfig.__struct_fields__)})\n\n" + EXAMPLES
+    )
     return parser
 
 

@@ -139,7 +139,7 @@ class AsyncChannel(Generic[Received]):
         return cls(reader, writer, msgspec.msgpack.Decoder(received))
 
     async def receive(self) -> Received | None:
-        """The next frame; None when the other side is gone. Raises msgspec.MsgspecError for what is no frame of ours."""
+        """The next frame; None when the other side is gone. Raises msgspec.MsgspecError for what is no frame."""
         try:
             (size,) = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
             if size > MAX_FRAME_BYTES:

@@ -35,7 +35,6 @@ from unison.server.messages import (
     Stop,
     StreamPiece,
     Submit,
-    ToFrontEnd,
 )
 from unison.server.tickets import PendingTicket
 
@@ -272,7 +271,9 @@ class EngineConnection:
             await self._progressed.wait()
             return
         name = f"health-{self._num_slots}"
-        ticket = self.submit(GenerationRequest(request_id=name, prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=1)))
+        ticket = self.submit(
+            GenerationRequest(request_id=name, prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=1))
+        )
         answer = await ticket.answer()
         if answer.died is not None:
             raise CommandFailed("unavailable", answer.died)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -36,9 +37,8 @@ from unison.server.messages import (
 )
 from unison.server.replies import answered
 from unison.weights.disk import stage_from_disk
-from unison.weights.group import Group, join_group, leave_group, receive_group
-from unison.weights.handles import receive_handle
-from unison.weights.layouts import LayoutBook
+from unison.weights.group import Groups, receive_group
+from unison.weights.handles import Mappings, Received, receive_handle
 from unison.weights.manifest import BufferLayout
 from unison.weights.transaction import WeightTransaction
 
@@ -70,8 +70,8 @@ class UpdateDesk:
         self._between_steps = between_steps
         self._reply = reply
         self._open: WeightTransaction | None = None
-        self._groups: dict[str, Group] = {}
-        self._layouts = LayoutBook()
+        self._groups = Groups()
+        self._mappings = Mappings()
         self._commands: queue.SimpleQueue[tuple[int, Action] | None] = queue.SimpleQueue()
         self.holds_steps = False
         """Whether an in_place update is open. Written by the main thread alone."""
@@ -99,7 +99,7 @@ class UpdateDesk:
             case BeginUpdate():
                 return self._begin(action)
             case RegisterLayout(layout):
-                return {"layout_id": self._layouts.register(layout)}
+                return {"layout_id": self._engine.weights.layouts.register(layout)}
             case StageHandle() | StageBytes() | StageGroup() | StageDisk():
                 return self._stage(action)
             case JoinGroup() | LeaveGroup():
@@ -110,7 +110,7 @@ class UpdateDesk:
                 return {
                     "checksum": prepared.checksum,
                     "num_tensors": prepared.num_tensors,
-                    "seconds": prepared.seconds,
+                    "seconds": dict(prepared.seconds),
                 }
             case CommitUpdate(version):
                 return self._commit(version)
@@ -151,40 +151,39 @@ class UpdateDesk:
         return self._open
 
     def _layout(self, layout_id: str, layout: BufferLayout | None) -> BufferLayout:
-        return self._layouts.find(layout_id) if layout is None else layout
+        return self._engine.weights.layouts.find(layout_id) if layout is None else layout
 
     def _stage(self, action: StageHandle | StageBytes | StageGroup | StageDisk) -> Result:
         transaction = self._transaction(action.version)
         started = time.perf_counter()
-        num_before = transaction.num_tensors
-        seconds: dict[str, float] = {}
+        received = self._receive(transaction, action)
+        fault_point("server.staged")
+        return {
+            "num_tensors": received.num_tensors,
+            "seconds": {**received.seconds, "all": time.perf_counter() - started},
+        }
+
+    def _receive(
+        self, transaction: WeightTransaction, action: StageHandle | StageBytes | StageGroup | StageDisk
+    ) -> Received:
         match action:
-            case StageHandle():
-                layout = self._layout(action.layout_id, action.layout)
-                seconds = receive_handle(transaction, action.handle, layout, action.checksum)
-            case StageBytes():
-                transaction.stage_buffer(action.layout, torch.frombuffer(bytearray(action.data), dtype=torch.uint8))
-            case StageGroup():
-                if action.group not in self._groups:
-                    raise WeightUpdateError(f"group {action.group!r} was never joined; init it first")
-                layout = self._layout(action.layout_id, action.layout)
-                group = self._groups[action.group]
-                seconds = receive_group(
-                    transaction, group, layout, flattened=action.flattened, timeout_s=action.timeout_s
-                )
-            case StageDisk():
+            case StageHandle(_, handle, layout_id, layout, checksum):
+                return receive_handle(transaction, handle, self._layout(layout_id, layout), checksum, self._mappings)
+            case StageBytes(_, layout, data):
+                memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                return Received(transaction.stage_buffer(layout, memory), {})
+            case StageGroup(_, name, layout, layout_id, flattened, timeout_s):
+                group, found = self._groups.find(name), self._layout(layout_id, layout)
+                return receive_group(transaction, group, found, flattened=flattened, timeout_s=timeout_s)
+            case StageDisk(_, path):
                 weights = self._engine.weights
                 live = published_tensors(weights.model) if weights.complete else {}
-                stage_from_disk(transaction, action.path, live, weights.version)
-        fault_point("server.staged")
-        num_staged = transaction.num_tensors - num_before
-        return {"num_tensors": num_staged, "seconds": {**seconds, "all": time.perf_counter() - started}}
+                staged = stage_from_disk(transaction, Path(path), live, weights.version, None, spec=weights.model.spec)
+                return Received(staged.num_tensors, {})
 
     def _change_groups(self, action: JoinGroup | LeaveGroup) -> Result:
         if isinstance(action, JoinGroup):
-            if action.name in self._groups:
-                raise WeightUpdateError(f"group {action.name!r} is joined already; destroy it first")
-            self._groups[action.name] = join_group(
+            self._groups.join(
                 action.name,
                 action.address,
                 action.port,
@@ -193,10 +192,8 @@ class UpdateDesk:
                 action.backend,
                 action.timeout_s,
             )
-            return {}
-        if action.name not in self._groups:
-            raise WeightUpdateError(f"group {action.name!r} was never joined")
-        leave_group(self._groups.pop(action.name))
+        else:
+            self._groups.leave(action.name)
         return {}
 
     def _commit(self, version: int) -> Result:
@@ -209,9 +206,9 @@ class UpdateDesk:
             return {
                 "version": commit.version,
                 "num_tensors": commit.num_tensors,
-                "checksum": transaction.checksum,
+                "checksum": commit.checksum,
                 "live": self._engine.weights.live_index,
-                "seconds": commit.seconds,
+                "seconds": dict(commit.seconds),
             }
 
         result = self._on_main(commit)

@@ -25,7 +25,6 @@ from unison.models.names import published_tensors
 from unison.models.numerics import NumericsChoice, choose_numerics
 from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
-from unison.models.spec import DecoderSpec
 from unison.observability.environment import available_cores
 from unison.processes.channel import Channel
 from unison.server.host import Host
@@ -73,7 +72,7 @@ def build_host(setup: Setup, channel: Channel[ToEngine]) -> tuple[Host, EngineIn
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     arenas = _arenas(setup, ArenaLayout.of(spec, choice.dtype))
     engine = Engine(
-        _model(setup, folder, spec, choice.dtype, arenas),
+        _model(setup, folder, arenas[setup.live or 0]),
         path=choice.path,
         config=setup.engine,
         tokenizer=tokenizer,
@@ -88,19 +87,15 @@ def build_host(setup: Setup, channel: Channel[ToEngine]) -> tuple[Host, EngineIn
     return Host(engine, channel, setup.profile_dir), _info(engine, folder, choice)
 
 
-def _arenas(setup: Setup, layout: ArenaLayout) -> tuple[Arena, Arena] | None:
-    """Both copies of the weights, in the front end's memory; None where there is one, of this process."""
+def _arenas(setup: Setup, layout: ArenaLayout) -> tuple[Arena, ...]:
+    """Both copies of the weights, in the front end's memory; under in_place the one there is, in this process's."""
     if not setup.segments:
-        return None
-    first, second = (Arena(layout, mmap.mmap(fd, setup.segment_bytes)) for fd in setup.segments)
-    return first, second
+        return (Arena(layout),)
+    return tuple(Arena(layout, mmap.mmap(fd, setup.segment_bytes)) for fd in setup.segments)
 
 
-def _model(
-    setup: Setup, folder: Path, spec: DecoderSpec, dtype: torch.dtype, arenas: tuple[Arena, Arena] | None
-) -> Decoder:
+def _model(setup: Setup, folder: Path, arena: Arena) -> Decoder:
     """The weights of the version that is to be served; the folder's where none was committed yet."""
-    arena = Arena(ArenaLayout.of(spec, dtype)) if arenas is None else arenas[setup.live or 0]
     model = model_over(arena)
     if setup.live is None and not setup.weights_lost:
         load_weights(model, folder)

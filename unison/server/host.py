@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from unison.core.errors import CapacityError, EngineStateError, NonFiniteLogitsError, RequestError
+from unison.core.errors import CapacityError, EngineStateError, NonFiniteLogitsError, QueueFullError, RequestError
 from unison.core.faults import fault_point
 from unison.core.records import GenerationOutput
 from unison.engine.engine import Engine
@@ -131,9 +131,10 @@ class Host:
             stream = self.engine.watch(request.request_id) if message.streamed else None
         except CapacityError as error:
             self._told.append(Failed(message.slot, "capacity", str(error)))
+        except QueueFullError as error:
+            self._told.append(Failed(message.slot, "queue_full", str(error)))
         except RequestError as error:
-            kind = "queue_full" if "engine.max_waiting" in str(error) else "request"
-            self._told.append(Failed(message.slot, kind, str(error)))
+            self._told.append(Failed(message.slot, "request", str(error)))
         except EngineStateError as error:
             self._told.append(Failed(message.slot, "state", str(error)))
         else:
@@ -150,9 +151,7 @@ class Host:
         if isinstance(message.action, DESK_ACTIONS):
             self.desk.put(message.call_id, message.action)
             return
-        self._told.append(
-            answered(message.call_id, lambda: COMMANDS[type(message.action)](self, message.action))
-        )
+        self._told.append(answered(message.call_id, lambda: COMMANDS[type(message.action)](self, message.action)))
         self.beat_now()
 
     def _send_reply(self, reply: Reply) -> None:
@@ -254,4 +253,3 @@ class Host:
             kv_tokens=pool.num_tokens,
             counters=counters,
         )
-

@@ -8,11 +8,9 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from unison.config.schema import EngineConfig
 from unison.config.serving import ServeConfig
@@ -21,7 +19,7 @@ from unison.models.loading import read_config
 from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.processes.shared_memory import Segment
-from unison.server.app import create_app, make_server
+from unison.server.app import run_app
 from unison.server.connection import EngineConnection
 from unison.server.front import Front
 from unison.server.messages import Setup
@@ -30,9 +28,6 @@ from unison.server.versions import Versions
 from unison.text.tokenizer import Tokenizer
 from unison.weights.arena import ArenaLayout
 from unison.weights.manifest import DTYPES
-
-_POLL_S: Final = 0.05
-_LINGER_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +58,7 @@ def ready_line(url: str) -> str:
     return json.dumps({"url": url, "pid": os.getpid()}) + "\n"
 
 
-async def _serve(
-    serving: Serving, config: ServeConfig, sock: socket.socket, on_ready: Callable[[str], None]
-) -> int:
+async def _serve(serving: Serving, config: ServeConfig, sock: socket.socket, on_ready: Callable[[str], None]) -> int:
     folder = resolve_model(serving.model)
     setup, segments = _setup(serving, config, folder)
     done = asyncio.Event()
@@ -83,7 +76,9 @@ async def _serve(
             return 0
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
         front = Front(link, config, tokenizer, Versions(setup.version))
-        await _listen_until_done(front, link, sock, done, on_ready)
+        # It listens already: who comes before the next line waits a moment.
+        on_ready(url_of(sock))
+        await run_app(front, ROUTES, sock, stop=done)
     finally:
         await link.close()
         for segment in segments:
@@ -108,37 +103,6 @@ async def _started(link: EngineConnection, done: asyncio.Event) -> bool:
         return False
     finally:
         ending.cancel()
-
-
-async def _listen_until_done(
-    front: Front, link: EngineConnection, sock: socket.socket, done: asyncio.Event, on_ready: Callable[[str], None]
-) -> None:
-    server = make_server(create_app(front, ROUTES), front)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    ending = asyncio.create_task(done.wait())
-    while not server.started and not serving.done():
-        await asyncio.sleep(_POLL_S)
-    if not serving.done():
-        on_ready(url_of(sock))
-    await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        await _drain(front, link)
-        server.should_exit = True
-    ending.cancel()
-    await serving
-
-
-async def _drain(front: Front, link: EngineConnection) -> None:
-    """Begin nothing new, let what runs end, and end what then still runs."""
-    front.is_draining = True
-    print(f"draining: {link.num_active} requests have {front.config.drain_s:g} s to end", file=sys.stderr, flush=True)
-    until = asyncio.get_running_loop().time() + front.config.drain_s
-    while link.num_active and link.state == "running" and asyncio.get_running_loop().time() < until:
-        await asyncio.sleep(_POLL_S)
-    if link.abort():
-        until = asyncio.get_running_loop().time() + _LINGER_S
-        while link.num_active and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(_POLL_S)
 
 
 def _setup(serving: Serving, config: ServeConfig, folder: Path) -> tuple[Setup, Sequence[Segment]]:

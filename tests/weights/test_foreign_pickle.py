@@ -26,8 +26,10 @@ from tests.weights import foreign_sender
 from tests.weights.foreign_sender import foreign_class, serialised
 from unison.core.errors import WeightUpdateError
 from unison.processes.shared_memory import open_handle
+from unison.weights.buffers import tensor_at
 from unison.weights.foreign_pickle import MAX_BYTES, MAX_OPCODES, read_pickle
 from unison.weights.foreign_tensors import CudaTensor, ForeignTensor, as_buffers, decode_tensors, release, view
+from unison.weights.handles import Mappings
 from unison.weights.manifest import DTYPES
 
 REPO = Path(__file__).parents[2]
@@ -133,6 +135,23 @@ def test_shared_tensors_become_handles_and_layouts(file_system: None) -> None:
     release(decoded)
     with pytest.raises(WeightUpdateError, match=r"'t' has strides \[1, 5\]; send .contiguous\(\) of it"):
         as_buffers(decode_tensors(serialised([("t", torch.zeros(4, 5).t())])))
+
+
+@pytest.mark.parametrize("kind", ["bucket", "bucket of one dtype"])
+def test_buckets_of_another_process_are_read_through_handles(kind: str, sender: Sender) -> None:
+    """As the engine's process does it; in a bucket of several dtypes, tensors begin at odd bytes."""
+    tensors = decode_tensors(sender.tell(kind), "flattened_bucket")
+    told: dict[str, tuple[str, list[int], str]] = json.loads(sender.hear())
+    mappings = Mappings()
+    ((handle, layout),) = as_buffers(tensors)
+    memory = mappings.memory(handle)
+    assert {entry.name: bytes_of(tensor_at(memory, entry)) for entry in layout.entries} == {
+        name: data for name, (_, _, data) in told.items()
+    }
+    assert kind == "bucket of one dtype" or any(entry.offset % 2 for entry in layout.entries)
+    mappings.close()
+    assert sender.tell("drop") == "done"
+    release(tensors)
 
 
 def test_descriptors_are_refused_with_what_to_do() -> None:
@@ -310,10 +329,10 @@ def gadgets(canary: Path) -> dict[str, bytes]:
     return found
 
 
-def refuse_all(canary: Path) -> None:
+def refuse_all(canary: Path, load_formats: tuple[str | None, ...] = (None,)) -> None:
     """Raises AssertionError by hand, so that it checks under python -O, too."""
     for what, data in gadgets(canary).items():
-        for load_format in (None, "flattened_bucket"):
+        for load_format in load_formats:
             start_s = time.process_time()
             try:
                 decode_tensors(data, load_format)
@@ -328,7 +347,7 @@ def refuse_all(canary: Path) -> None:
 
 
 def test_nothing_in_a_dump_is_ever_run(tmp_path: Path) -> None:
-    refuse_all(tmp_path / "canary")
+    refuse_all(tmp_path / "canary", (None, "flattened_bucket"))
 
 
 def test_nothing_is_run_under_python_without_assertions(tmp_path: Path) -> None:

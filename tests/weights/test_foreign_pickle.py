@@ -309,7 +309,7 @@ def gadgets(canary: Path) -> dict[str, bytes]:
         "text of eight length bytes": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7fabc.",
         "long text": b"\x80\x04X\x00\x00\x10\x00" + b"a" * (1 << 20) + b".",
         "many brackets": b"\x80\x04" + b"(" * 400_000 + b"t" * 400_000 + b".",
-        "deep tuples": b"\x80\x04)" + b"\x85" * 200_000 + b".",
+        "deep tuples": b"\x80\x04)" + b"\x85" * 100_000 + b".",
         "doubled again and again": b"\x80\x04)" + b"\x942\x86" * 3 + b".",
         "a thousand million laughs": b"\x80\x04]"
         + b"\x94"

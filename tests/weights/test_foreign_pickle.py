@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,18 @@ def test_a_rank_that_the_sender_did_not_serve_is_refused() -> None:
     wrap = foreign_class("sglang.srt.model_executor.model_runner", "LocalSerializedTensor", ["values"])
     with pytest.raises(WeightUpdateError, match="'w' has parts for 1 ranks; rank 1 is not among them"):
         decode_tensors(serialised([("w", wrap([b"x"]))]), rank=1)
+
+
+def test_only_a_socket_of_this_user_is_told_of_the_release(real_dump: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "torch-shm-dir-x"
+    folder.mkdir()
+    (folder / "manager.sock").write_text("no socket")
+    decoded = decode_tensors(real_dump)
+    false = [replace(t, manager=str(folder / "manager.sock")) for t in decoded if isinstance(t, ForeignTensor)]
+    release(false)
+    release([replace(tensor, manager="/absent/torch-shm-dir-x/manager.sock") for tensor in false])
+    assert view(decoded[0]).tolist() == torch.ones(3, 4).tolist()
+    assert (folder / "manager.sock").read_text() == "no socket"
 
 
 def test_a_name_given_twice_is_refused(file_system: None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -149,7 +150,7 @@ def join_group(
             store, local = _open_store(listener or listen(address, port), world_size, timeout_s), address
         else:
             local = _await_master(where, address, port, deadline)
-            store = TCPStore(address, port, world_size, False, timeout=_left(deadline), multi_tenant=True)
+            store = _reach_store(address, port, world_size, deadline)
     device = _DEVICES[backend]
     keys = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     keys.set_timeout(_left(deadline))
@@ -272,6 +273,28 @@ def _await_master(where: str, address: str, port: int, deadline: float) -> str:
                     "while the engines join it"
                 ) from error
             time.sleep(_POLL_S)
+
+
+def _reach_store(address: str, port: int, world_size: int, deadline: float) -> Store:
+    """The store of rank 0. Torch waits for ever for one that takes the connection and says nothing, so not here."""
+    found: list[Store] = []
+    errors: list[RuntimeError] = []
+
+    def reach() -> None:
+        try:
+            found.append(TCPStore(address, port, world_size, False, timeout=_left(deadline), multi_tenant=True))
+        except RuntimeError as error:
+            errors.append(error)
+
+    # A thread that is still waiting then ends with the connection, or with this process.
+    thread = threading.Thread(target=reach, name="reach-store", daemon=True)
+    thread.start()
+    thread.join(_left(deadline).total_seconds())
+    if errors:
+        raise errors[0]
+    if not found:
+        raise RuntimeError("something listens there, but does not answer as rank 0 of a group would")
+    return found[0]
 
 
 def _connect(keys: Store, rank: int, world_size: int, backend: str, local: str, timeout: timedelta) -> Any:

@@ -72,9 +72,11 @@ async def _serve(serving: Serving, config: ServeConfig, sock: socket.socket, on_
     # Before the engine starts: a signal meanwhile must end both.
     _on_signals(done)
     try:
+        # Loaded while the engine process starts.
+        reading = asyncio.create_task(asyncio.to_thread(_tokenizer, folder))
         if not await _started(link, done):
             return 0
-        tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        tokenizer = await reading
         front = Front(link, config, tokenizer, Versions(setup.version))
         # It listens already: who comes before the next line waits a moment.
         on_ready(url_of(sock))
@@ -103,6 +105,10 @@ async def _started(link: EngineConnection, done: asyncio.Event) -> bool:
         return False
     finally:
         ending.cancel()
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def _setup(serving: Serving, config: ServeConfig, folder: Path) -> tuple[Setup, Sequence[Segment]]:

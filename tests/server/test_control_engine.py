@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -374,9 +375,10 @@ def test_serialised_buckets_reach_the_engine_from_shared_memory(tiny_model_dir: 
         new = changed(server.tensors, 0.9)
         wanted = expected(server.folder, new, tmp_path / "new")
         module = "sglang.srt.weight_sync.tensor_bucket"
-        pieces = [bucket(piece, module) for piece in buckets(new, 3)]
-        for i, piece in enumerate(pieces):
-            dump = base64.b64encode(serialised(piece)).decode()
+        kept = []
+        for i, piece in enumerate(buckets(new, 3)):
+            kept.append(bucket(piece, module))
+            dump = base64.b64encode(serialised(kept[-1])).decode()
             more = {"weight_version": "4"} if i == 2 else {}
             body = {"serialized_named_tensors": [dump], "load_format": "flattened_bucket", "flush_cache": False}
             answer = await server.ok("/update_weights_from_tensor", **body, **more)
@@ -392,3 +394,5 @@ def test_serialised_buckets_reach_the_engine_from_shared_memory(tiny_model_dir: 
         serve(tiny_model_dir(), scenario, allow_pickled_tensors=True)
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
+        for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            del sys.modules[name]

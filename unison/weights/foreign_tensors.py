@@ -13,7 +13,9 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -35,7 +37,7 @@ _MAX_DIMENSIONS: Final = 8
 _MAX_NAME_CHARS: Final = 1024
 _MAX_SIZE: Final = 1 << 48
 _NAME: Final = re.compile(r"/?(torch_[0-9]{1,20}_[0-9]{1,20}_[0-9]{1,20})")
-_MANAGER: Final = re.compile(r"/[^\0]{0,64}/torch-shm-dir-[A-Za-z0-9]{1,32}/manager\.sock")
+_MANAGER: Final = re.compile(r"/[^\0]{0,100}/torch-shm-dir-[A-Za-z0-9]{1,32}/manager\.sock")
 _LOAD_FORMATS: Final = (None, "direct", "flattened_bucket")
 _ITEM_BYTES: Final[dict[str, int]] = {name: getattr(torch, name).itemsize for name in pickled.DTYPE_SYMBOLS.values()}
 
@@ -380,14 +382,25 @@ def _mapped(memory: mmap.mmap) -> Tensor:
 def release(tensors: Sequence[Foreign]) -> None:
     """Tell the sender that its tensors were read; else it keeps their memory until it ends.
 
-    Once for each list of ``decode_tensors``, when they are no longer needed. Memory that is gone already is passed over.
+    Once for each list of ``decode_tensors``, when they are needed no more. Memory that is gone already is passed over.
     """
     sharings = {id(tensor.sharing): tensor for tensor in tensors if isinstance(tensor, ForeignTensor)}
     for tensor in sharings.values():
         handle = tensor.handle
+        if not _is_own_socket(tensor.manager):
+            continue
         with contextlib.suppress(RuntimeError):
             # Opening counts one user more, as its end counts one less; the sender's count is given back between.
             storage: Any = torch.UntypedStorage._new_shared_filename_cpu(
                 tensor.manager.encode(), f"/{handle.name}".encode(), handle.num_bytes - HEADER_BYTES
             )
             storage._shared_decref()
+
+
+def _is_own_socket(path: str) -> bool:
+    """Whether a process of this user listens there; nobody else is spoken to."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()

@@ -45,9 +45,10 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One copy of one prompt."""
+    """One copy of one prompt. ``client_id``: what the client calls it, and with it its other copies and prompts."""
 
     request: GenerationRequest
+    client_id: str
     shown: Shown
     stream_interval: int
 
@@ -80,10 +81,11 @@ def read_batch(body: bytes, front: Front) -> Batch:
         )
     names = _names(given, is_batch, len(prompts))
     asked: list[Asked] = []
+    base = given["rid"] if isinstance(given.get("rid"), str) else None
     for prompt, one, name in zip(prompts, settings, names, strict=True):
-        asked += one.copies(name, _prompt_ids(prompt, front, _prompt_name(given)))
+        asked += one.copies(name, base or name, _prompt_ids(prompt, front, _prompt_name(given)))
     return Batch(
-        request_id=given["rid"] if isinstance(given.get("rid"), str) else names[0],
+        request_id=base or names[0],
         asked=_all_different(asked),
         is_list=is_batch or len(asked) > 1,
         stream=given.get("stream", False),
@@ -216,7 +218,7 @@ class _Settings:
         self.output_ids = _checked_ids("output_ids", mine.get("output_ids", []), self._info)
         self.sampling = self._sampling(mine)
 
-    def copies(self, name: str, prompt_ids: tuple[int, ...]) -> list[Asked]:
+    def copies(self, name: str, client_id: str, prompt_ids: tuple[int, ...]) -> list[Asked]:
         """The prompt's n requests, each with a seed of its own."""
         notes = self._check_length(len(prompt_ids))
         start = self.sampling.prompt_logprobs_from
@@ -244,7 +246,7 @@ class _Settings:
                 sampling=replace(self.sampling, n=1, seed=copy_seed(seed, k)),
                 priority=self._priority,
             )
-            asked.append(Asked(request, shown_fields, self.given.get("stream_interval", 1)))
+            asked.append(Asked(request, client_id, shown_fields, self.given.get("stream_interval", 1)))
         return asked
 
     def _check_length(self, num_prompt: int) -> tuple[str, ...]:

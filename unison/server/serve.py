@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,18 @@ def serve(serving: Serving, config: ServeConfig, on_ready: Callable[[str], None]
     """
     sock = _listen(config.host, config.port)
     try:
-        return asyncio.run(_serve(serving, config, sock, on_ready))
+        with asyncio.Runner(loop_factory=_event_loop) as runner:
+            return runner.run(_serve(serving, config, sock, on_ready))
     finally:
         sock.close()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def ready_line(url: str) -> str:

@@ -29,10 +29,10 @@ class Served:
     def get(self, path: str) -> tuple[int, Any]:
         return _read(self.client.get(path))
 
-    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+    def post(self, path: str, /, **body: Any) -> tuple[int, Any]:
         return _read(self.client.post(path, json=body))
 
-    def ask(self, path: str, **body: Any) -> Any:
+    def ask(self, path: str, /, **body: Any) -> Any:
         """The body of an answer that must be a success."""
         status, answer = self.post(path, **body)
         assert status == 200, (path, status, answer)

@@ -53,7 +53,7 @@ class Trainer:
             for name, tensor in self.base.items()
         }
 
-    async def ask(self, path: str, **body: Any) -> Any:
+    async def ask(self, path: str, /, **body: Any) -> Any:
         response = await self.http.post(path, json=body)
         assert response.status_code == 200, (path, response.text)
         return response.json()

@@ -81,6 +81,10 @@ CANDIDATES: tuple[Any, ...] = (
     "reduced",
     "refreshed",
     "log_mean_exp",
+    "server",
+    "own_cores",
+    "in_place",
+    "group",
 )
 
 

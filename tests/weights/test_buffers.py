@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.conftest import TinyModelDir
-from unison.core.errors import WeightUpdateError
 from unison.models.decoder import Decoder
 from unison.models.loading import load_model
 from unison.models.names import published_tensors
 from unison.weights.arena import Arena, ArenaLayout, move_into
 from unison.weights.checksum import weights_checksum
 from unison.weights.manifest import DTYPES, BufferLayout, TensorEntry, pack_layout
-from unison.weights.plan import LayoutBook, make_plan
+from unison.weights.plan import make_plan
 from unison.weights.transaction import Staging, WeightStore
 
 Tensors = dict[str, Tensor]

@@ -1,0 +1,192 @@
+"""Starts ``unison serve`` as a process of ours, and ends it with all that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+import unison
+from unison.config.schema import EngineConfig
+from unison.config.serving import Staging
+from unison.core.errors import ServerError
+from unison.core.faults import VARIABLE
+
+KEY_VARIABLE: Final = "UNISON_SERVER_KEY"
+_PACKAGE_ROOT: Final = str(Path(unison.__file__).resolve().parents[1])
+_POLL_S: Final = 0.05
+_GRACE_S: Final = 5.0
+_NUM_LOG_CHARS: Final = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What every server of a fleet is started with."""
+
+    model: Path
+    dtype: str
+    numerics: str
+    engine: EngineConfig
+    staging: Staging
+    threads: int
+    start_s: float
+
+    def command(self, cores: Sequence[int], ready_fd: int) -> list[str]:
+        words = [sys.executable, "-m", "unison.cli.main", "serve", "--model", str(self.model)]
+        words += ["--dtype", self.dtype, "--numerics", self.numerics, "--host", "127.0.0.1", "--port", "0"]
+        words += ["--staging", self.staging, "--admin-key-env", KEY_VARIABLE]
+        words += ["--threads", str(len(cores) or self.threads)]
+        if cores:
+            words += ["--cores", ",".join(map(str, cores))]
+        neutral = EngineConfig()
+        for name in EngineConfig.__struct_fields__:
+            value = getattr(self.engine, name)
+            if value != getattr(neutral, name):
+                words += [f"--engine.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+        return [*words, "--ready-fd", str(ready_fd), "--end-with-parent"]
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    url: str
+    pid: int
+
+
+class ServerProcess:
+    """One server. ``start`` it, then ``kill`` it at the end."""
+
+    def __init__(self, launch: Launch, cores: Sequence[int] = (), key: str | None = None) -> None:
+        self._launch = launch
+        self._cores = tuple(cores)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: Any = None
+        self.key = key or secrets.token_urlsafe(24)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    async def start(self) -> str:
+        """Start it, or start it anew; its url once it can serve. Raises ServerError with its last words."""
+        self.kill()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        reader, writer = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                self._launch.command(self._cores, writer),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writer,),
+                # Ctrl-C is for the run, which saves itself first and then ends its servers.
+                start_new_session=True,
+                env=self._environment(),
+            )
+            os.close(writer)
+            writer = -1
+            return await self._ready(reader)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
+
+    def ask_to_stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+                # One that was stopped would not hear of it.
+                self._process.send_signal(signal.SIGCONT)
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ask it to end, and kill it where it does not."""
+        self.ask_to_stop()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once, and whatever belongs to its session."""
+        if self._process is not None:
+            # The group outlives its leader, so it is killed even where that is gone.
+            family = _session_members(self._process.pid)
+            for pid in (self._process.pid, *family):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def last_words(self) -> str:
+        """The end of what it wrote."""
+        if self._log is None:
+            return ""
+        end = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, end - _NUM_LOG_CHARS))
+        return str(self._log.read().decode("utf-8", "replace")).strip()
+
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        paths = [_PACKAGE_ROOT, *filter(None, [environment.get("PYTHONPATH")])]
+        return environment | {"PYTHONPATH": os.pathsep.join(paths), KEY_VARIABLE: self.key}
+
+    async def _ready(self, fd: int) -> str:
+        """Read the line that it writes once it can serve."""
+        line = b""
+        deadline = time.monotonic() + self._launch.start_s
+        while not line.endswith(b"\n"):
+            if select.select([fd], [], [], 0)[0]:
+                piece = os.read(fd, 4096)
+                line += piece
+                if not piece:
+                    raise ServerError(f"a server ended before it could serve: {self._wait_words()}")
+                continue
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"a server was not ready within {self._launch.start_s:g} s (server.start_s): {self.last_words()}"
+                )
+            await asyncio.sleep(_POLL_S)
+        try:
+            return msgspec.json.decode(line, type=_Ready).url
+        except msgspec.MsgspecError as error:
+            raise ServerError(f"a server said {line[:200]!r} instead of its url: {error}") from error
+
+    def _wait_words(self) -> str:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_S)
+        return self.last_words() or "it said nothing"
+
+
+def _session_members(leader: int) -> list[int]:
+    """Processes of the session that ``leader`` began, by what the kernel says of each."""
+    found = []
+    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                # pid (comm) state ppid pgrp session; comm may hold anything, so counted from its end.
+                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+                if session == leader and entry.name != str(leader):
+                    found.append(int(entry.name))
+    return found

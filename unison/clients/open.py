@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from unison.clients.cores import Shares, available, divide_cores
+from unison.clients.disk_transport import DiskTransport
 from unison.clients.fleet import Fleet, Plan
+from unison.clients.group_transport import GroupTransport
 from unison.clients.launch import Launch, ServerProcess
 from unison.clients.member import Member
 from unison.clients.transports import HandleTransport, Transport
@@ -94,4 +96,15 @@ def _key(variable: str | None) -> str | None:
 
 
 def _transport(config: TrainConfig) -> Transport:
-    return HandleTransport(config.server.bucket_mb << 20)
+    server = config.server
+    if server.transport == "disk":
+        root = Path(server.disk_dir) if server.disk_dir is not None else run_folder(config)
+        return DiskTransport(root, use_delta=server.disk_delta)
+    if server.transport == "group":
+        return GroupTransport(server.bucket_mb << 20)
+    return HandleTransport(server.bucket_mb << 20)
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """Where the run keeps its files."""
+    return Path(config.run.dir or Path("runs") / config.run.name)

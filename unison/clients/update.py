@@ -20,8 +20,9 @@ class Update:
         name = str(dtype).removeprefix("torch.")
         self.layout = pack_layout((key, name, tuple(tensor.shape)) for key, tensor in sorted(tensors.items()))
         self.segment = Segment(self.layout.num_bytes)
-        memory = torch.frombuffer(self.segment.memory, dtype=torch.uint8)
-        self.tensors = {entry.name: _view(memory, entry, dtype) for entry in self.layout.entries}
+        self.dtype = dtype
+        self.memory = torch.frombuffer(self.segment.memory, dtype=torch.uint8)
+        self.tensors = {entry.name: _view(self.memory, entry, dtype) for entry in self.layout.entries}
         for key, tensor in tensors.items():
             self.tensors[key].copy_(tensor.detach())
         self.checksum = weights_checksum(self.tensors)
@@ -47,6 +48,7 @@ class Update:
     def close(self) -> None:
         """Give the memory back, once nobody maps it any more."""
         self.tensors = {}
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self.segment.close()
 
 

@@ -92,7 +92,8 @@ def test_every_setting_has_a_flag(engine: type[FakeEngine]) -> None:
     words = (
         "--min-p 0.1 --repetition-penalty 1.2 --frequency-penalty=-0.5 --presence-penalty 0.25 --logit-bias 5=-1.5 "
         "--logit-bias 7=2 --allowed-token-ids 5,7,52 --forbidden-token-ids 8 --min-new-tokens 2 --stop-token-ids 9,10 "
-        "--ignore-eos --forced-ids 52,50,2 --top-logprobs 2 --logprob-token-ids 5,6 --prompt-logprobs-from 1"
+        "--ignore-eos --forced-ids 52,50,2 --top-logprobs 2 --logprob-token-ids 5,6 --prompt-logprobs-from 1 "
+        "--no-skip-special-tokens --no-stop-trim"
     )
     assert run("--prompt", "a", "--json", *words.split()) == 0
     (asked,) = engine.asked
@@ -100,6 +101,7 @@ def test_every_setting_has_a_flag(engine: type[FakeEngine]) -> None:
         min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=0.25, logit_bias={5: -1.5, 7: 2.0},
         allowed_token_ids=(5, 7, 52), forbidden_token_ids=(8,), min_new_tokens=2, stop_token_ids=(9, 10),
         ignore_eos=True, forced_ids=(52, 50, 2), top_logprobs=2, logprob_token_ids=(5, 6), prompt_logprobs_from=1,
+        skip_special_tokens=False, no_stop_trim=True,
     )  # fmt: skip
 
 

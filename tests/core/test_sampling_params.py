@@ -105,6 +105,8 @@ BAD_VALUES: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ((), (-1,), (1.0,), (True,), 5, "12", tuple(range(MAX_LISTED_IDS + 1))),
     "forbidden_token_ids": ((-1,), (1.0,), (True,), 5, "12", None, (2**40,), (0,) * (MAX_LISTED_IDS + 1)),
     "ignore_eos": (1, None, "yes"),
+    "skip_special_tokens": (0, None, "no"),
+    "no_stop_trim": (1, None, "yes"),
     "forced_ids": ((-1,), (1.5,), None, "1", (1,) * 129),
     "top_logprobs": (-1, MAX_TOP_LOGPROBS + 1, 400_000_000, 1.0, True, None),
     "logprob_token_ids": ((-1,), ("a",), None, (1,) * (MAX_CHOSEN_LOGPROBS + 1)),

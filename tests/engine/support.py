@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer as Backend
@@ -34,10 +34,22 @@ def request(
 
 
 def make_engine(
-    model: Decoder, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (), **config: Any
+    model: Decoder,
+    *,
+    tokenizer: Tokenizer | None = None,
+    end_ids: Sequence[int] = (),
+    staging: Literal["shadow", "in_place"] = "shadow",
+    **config: Any,
 ) -> Engine:
     settings = {"kv_tokens": 1024, "poison_freed_pages": True} | config
-    return Engine(model, path=EXACT, config=EngineConfig(**settings), tokenizer=tokenizer, end_ids=frozenset(end_ids))
+    return Engine(
+        model,
+        path=EXACT,
+        config=EngineConfig(**settings),
+        tokenizer=tokenizer,
+        end_ids=frozenset(end_ids),
+        staging=staging,
+    )
 
 
 def check_pages(engine: Engine) -> None:

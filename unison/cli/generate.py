@@ -99,6 +99,9 @@ def _add_sampling(parser: ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="S", help="text that ends an answer; may be repeated")
     add("--stop-token-ids", type=id_list, metavar="IDS", default=(), help="ids that end one, beside the model's own")
     add("--ignore-eos", action="store_true", help="go on past the model's own end ids")
+    special = "show special tokens in the text; stop strings match in them"
+    add("--no-skip-special-tokens", dest="skip_special_tokens", action="store_false", help=special)
+    add("--no-stop-trim", action="store_true", help="keep what ended the answer in its text")
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:

@@ -37,6 +37,8 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     """What clients must show to control the server. Without one, control is open on loopback and closed beyond."""
     strict: bool = False
     """Refuse unknown request fields instead of listing them in the answer."""
+    incremental_streaming: bool = False
+    """Pieces of a streamed answer hold what is new, not all so far, where a request does not say."""
     staging: Staging = "shadow"
     threads: Annotated[int, Meta(ge=0, le=4096)] = 0
     """CPU threads of the engine; 0 takes the cores the process may use."""

@@ -124,8 +124,8 @@ class GenerationOutput:
 
     token_ids, logprobs and the runs of weight_versions describe the tokens sampled by *this*
     request (resumed ``output_ids`` are not repeated). text is that of the whole answer, resumed
-    part included, without the end token; of an aborted one as far as further tokens cannot change
-    it. kv_versions covers prompt and output, as far as their keys and values were written.
+    part included, without what ended it unless ``sampling.no_stop_trim``; of an aborted one as far as
+    further tokens cannot change it. kv_versions covers prompt and output, as far as their keys and values were written.
     """
 
     request_id: str
@@ -159,6 +159,8 @@ class GenerationOutput:
     resumed_ids: tuple[int, ...] = ()
     """The ``output_ids`` that the request brought along."""
     priority: int = 0
+    num_retractions: int = 0
+    """Times the request went back to the queue, for want of memory or by a pause, and lost its keys and values."""
 
     def resume(self, request_id: str) -> GenerationRequest:
         """The request that goes on where this aborted answer stopped, to the tokens it would have come to.

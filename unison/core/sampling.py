@@ -69,11 +69,16 @@ class SamplingParams:
     seed: int | None = None
     """None: a fresh seed is drawn by the engine and reported with the output."""
     stop: tuple[str, ...] = field(default=())
-    """Text ends before the first of these; the ids keep what was sampled."""
+    """Text ends before the first of these (after it with no_stop_trim); the ids keep what was sampled."""
     stop_token_ids: tuple[int, ...] = field(default=())
     """Ids that end generation, beside the model's own end ids."""
     ignore_eos: bool = False
     """Go on past the model's own end ids (stop_token_ids and stop still count)."""
+    skip_special_tokens: bool = True
+    """False: the text of special tokens is part of the answer's text, and stop strings match in it."""
+    no_stop_trim: bool = False
+    """Keep at the end of the text what ended the answer: the stop string, or the end token's text (that of a special
+    one only without skip_special_tokens)."""
     forced_ids: tuple[int, ...] = field(default=())
     """The first output tokens, taken as they are; drawing begins after them. Nothing ends the answer before the
     last of them. They count as output; noise goes by position, so later tokens draw theirs as always."""
@@ -101,8 +106,10 @@ class SamplingParams:
         check_int("n", self.n, low=1, high=MAX_COPIES)
         if self.seed is not None:
             check_int("seed", self.seed, low=0, high=SEED_MASK)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name}={value!r} must be True or False")
         self._check_edits()
         self._check_stops()
         self._check_lengths()

@@ -12,6 +12,9 @@ from unison.core.sampling import SamplingParams
 from unison.engine.engine import Engine
 from unison.engine.streams import OutputStream
 
+_HELD_POLL_S = 0.01
+"""While the engine is held: time between two looks whether it was resumed or an answer ended."""
+
 
 class _OpenStream:
     """Between the driver and one consumer: at most one delta lies here; more stays in the source until asked for."""
@@ -37,8 +40,9 @@ class InProcessClient:
     """Awaits samples one by one from an engine in this process.
 
     A single task steps the engine in a worker thread while requests are open, so the event loop
-    stays free for graders and tools. Requests and aborts are taken between steps. One client per
-    engine: whoever steps an engine takes all its answers.
+    stays free for graders and tools. Requests and aborts are taken between steps. While the engine is
+    paused or its memory released, requests wait. One client per engine: whoever steps an engine takes
+    all its answers.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -159,6 +163,9 @@ class InProcessClient:
                 f"the engine no longer knows {len(self._waiting)} requests of this client: another caller stepped it "
                 "and took their answers; share an engine through one client"
             )
+        if self.engine.is_held and not self.engine.can_step:
+            await asyncio.sleep(_HELD_POLL_S)
+            return
         try:
             outputs = await asyncio.to_thread(self.engine.step)
         except NonFiniteLogitsError as error:

@@ -21,6 +21,7 @@ from unison.core.seeds import copy_seed
 from unison.engine.admission import check_request, token_ids
 from unison.engine.drawing import Failures, end_scored, take_draws, take_prompt_logprobs
 from unison.engine.kv_pool import KvPool
+from unison.engine.lifecycle import MEMORY_TAGS, Lifecycle, MemoryTag, PauseMode, State
 from unison.engine.logit_edits import make_edits
 from unison.engine.memory import automatic_kv_tokens
 from unison.engine.planner import Planner
@@ -79,6 +80,7 @@ class Engine:
         self.stats = EngineStats()
         self._planner = Planner(self.pool, path, model.dtype)
         self._runner = Runner(self.rollout_model, self.pool, path)
+        self._lifecycle = Lifecycle(self.scheduler, self.pool, self.cache, self.weights, self.rollout_model)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[GenerationOutput] = []
         """Answers that no step has handed out yet."""
@@ -110,7 +112,45 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether requests are open, or answers not handed out."""
         return bool(self._ended) or self.scheduler.has_work
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step could do anything: compute, or hand out what has ended."""
+        if self._lifecycle.state == "running":
+            return self.has_work
+        return bool(self._ended) or any(s.finish_reason is not None for s in list(self._sequences.values()))
+
+    @property
+    def state(self) -> State:
+        """What steps may do. paused, weights_invalid and released ones compute nothing, but hand out what has ended."""
+        return self._lifecycle.state
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """How the engine was paused last; None while it is not paused, whatever else keeps it from computing."""
+        return self._lifecycle.pause_mode
+
+    @property
+    def released(self) -> tuple[MemoryTag, ...]:
+        """The memory that is given back just now."""
+        return self._lifecycle.released
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait for ``resume`` or ``resume_memory``; without either a step computes, or fails."""
+        return self._lifecycle.is_held
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is open and no answer left to hand out."""
+        return not self.has_work
+
+    @property
+    def holds_keys(self) -> bool:
+        """Whether any request holds pages of keys and values."""
+        return self._num_holding > 0
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue one sample (n = 1). Raises RequestError or CapacityError before any work starts."""
@@ -163,8 +203,57 @@ class Engine:
             self._ended = [output for output in self._ended if output.request_id not in gone]
             return outputs
 
+    def pause(self, mode: PauseMode) -> None:
+        """Compute nothing until ``resume``; requests that come meanwhile wait. Returns between two steps.
+
+        ``mode`` says what becomes of running requests, see PauseMode. Pausing again applies the new mode.
+        """
+        with self._lock:
+            self._collect()
+            self._lifecycle.pause(mode)
+            if mode == "abort":
+                self.abort()
+                self._collect()
+
+    def resume(self) -> None:
+        """Go on after a pause; of no effect where there is none."""
+        with self._lock:
+            self._lifecycle.resume()
+
+    def invalidate_weights(self, reason: str) -> None:
+        """Refuse to sample until a complete update is committed; all open requests end with what they have."""
+        with self._lock:
+            self._lifecycle.invalidate(reason)
+            self.abort()
+            self._collect()
+
+    def release_memory(self, tags: Items[MemoryTag] = MEMORY_TAGS) -> dict[MemoryTag, int]:
+        """Give memory back to the system; the bytes freed for each tag (0 where it was released before).
+
+        kv_cache: the KV pool, with all cached prefixes. weights: both copies and what is derived from them; after
+        ``resume_memory`` the state is weights_invalid until a complete update is committed. Requests that come
+        meanwhile wait. Raises EngineStateError while requests hold keys and values, WeightUpdateError while an
+        update of the weights is open; then nothing is released.
+        """
+        with self._lock:
+            self._collect()
+            if self.holds_keys:
+                raise EngineStateError(
+                    f"{self._num_holding} requests hold keys and values ({self.pool.num_owned_pages} pages), so no "
+                    "memory can be released; let them end, or pause with mode abort or retract first"
+                )
+            return self._lifecycle.release(tags)
+
+    def resume_memory(self, tags: Items[MemoryTag] = MEMORY_TAGS) -> dict[MemoryTag, int]:
+        """Take released memory again; the bytes taken for each tag (0 where it was not released).
+
+        Raises EngineStateError, with the numbers and before anything is taken, where too little is available.
+        """
+        with self._lock:
+            return self._lifecycle.resume_memory(tags)
+
     def step(self) -> list[GenerationOutput]:
-        """Compute one batch and return the requests that ended.
+        """Compute one batch and return the requests that ended. While the engine is held, only the latter.
 
         An error loses nothing: what has ended is returned by the next step, what runs goes on. Raises
         EngineStateError while the weights are incomplete, NonFiniteLogitsError where requests had to end.
@@ -172,10 +261,21 @@ class Engine:
         with self._lock:
             self._collect()
             # What has ended needs no weights, so it is handed out even where nothing can be computed.
-            if self.scheduler.has_work and (self.weights.complete or not self._ended):
+            may_compute = not self._lifecycle.is_held and (self.weights.complete or not self._ended)
+            if may_compute and self.scheduler.has_work:
                 self._compute()
             ended, self._ended = self._ended, []
             return ended
+
+    def step_or_refuse(self) -> list[GenerationOutput]:
+        """As ``step``, for those who step until they have their answers: EngineStateError where that had no end."""
+        with self._lock:
+            if self._lifecycle.is_held and not self.can_step:
+                held = (
+                    f"{', '.join(self.released)} of the engine is released" if self.released else "the engine is paused"
+                )
+                raise EngineStateError(f"{held} and {len(self._sequences)} requests wait; resume it first")
+            return self.step()
 
     def put_back(self, outputs: Items[GenerationOutput]) -> None:
         """Leave answers that a step handed to the wrong caller for the next step to hand out."""
@@ -183,11 +283,14 @@ class Engine:
             self._ended = [*outputs, *self._ended]
 
     def run(self) -> list[GenerationOutput]:
-        """Step until nothing is left; outputs in the order in which they ended."""
+        """Step until nothing is left; outputs in the order in which they ended.
+
+        Raises EngineStateError where requests wait for the engine or its memory to be resumed.
+        """
         outputs: list[GenerationOutput] = []
         try:
             while self.has_work:
-                outputs += self.step()
+                outputs += self.step_or_refuse()
         except BaseException:
             self._ended = outputs + self._ended
             raise
@@ -242,6 +345,8 @@ class Engine:
     def begin_update(self, version: int) -> WeightTransaction:
         """Open a weight update; requests go on under the old version until it is committed."""
         with self._lock:
+            if "weights" in self.released:
+                raise EngineStateError("the memory of the weights is released; resume it before an update")
             return self.weights.begin(version)
 
     def commit_update(self, transaction: WeightTransaction, expected_checksum: str | None = None) -> Commit:
@@ -285,18 +390,21 @@ class Engine:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_new_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt_ids)),
             end_ids=ends,
-            detokenizer=IncrementalDetokenizer(self.tokenizer) if self.tokenizer is not None else None,
+            detokenizer=self._detokenizer(sampling),
             edits=make_edits(
                 sampling, vocab_size=self.model.spec.vocab_size, prompt_ids=request.prompt_ids, end_ids=ends
             ),
             taps=make_tap_rows(request, size=self.model.spec.hidden_size, dtype=str(self.model.dtype)),
         )
 
+    def _detokenizer(self, sampling: SamplingParams) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self.tokenizer, skip_special=sampling.skip_special_tokens)
+
     def _compute(self) -> None:
         if not self.weights.complete:
-            raise EngineStateError(
-                "the weights are incomplete: an in_place update began and was not committed; commit a complete update"
-            )
+            raise EngineStateError(self._lifecycle.why_incomplete())
         chunks = self.scheduler.schedule(self.weights.version)
         self.stats.num_retractions = self.scheduler.num_retractions
         if chunks:
@@ -329,6 +437,10 @@ class Engine:
         num_drawn = take_draws([chunk.sequence for chunk in sampling_chunks], logits, version, failures)
         self.stats.record(chunks, num_sampled=num_drawn, num_partial=len(chunks) - len(sampling_chunks))
         return failures
+
+    @property
+    def _num_holding(self) -> int:
+        return sum(bool(sequence.pages) for sequence in list(self._sequences.values()))
 
     def _collect(self) -> None:
         for sequence in self.scheduler.remove_finished(self.weights.version):

@@ -9,6 +9,7 @@ Layout of each layer: keys and values [blocks, K kv heads, KEY_BLOCK, D head dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -36,10 +37,10 @@ class KvPool:
         self.num_pages = -(-num_tokens // page_size)
         self._blocks_per_page = page_size // KEY_BLOCK
         num_blocks = self.num_pages * self._blocks_per_page
-        self._held = torch.empty(
-            (spec.num_layers, 2, num_blocks, spec.num_kv_heads, KEY_BLOCK, spec.head_dim), dtype=dtype
-        )
-        self.layers: list[LayerCache] = [(layer[0], layer[1]) for layer in self._held]
+        self._shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, KEY_BLOCK, spec.head_dim)
+        self._dtype = dtype
+        self._held = torch.empty(self._shape, dtype=dtype)
+        self.layers: list[LayerCache] = self._layers()
         self._poison_freed = poison_freed
         self._references = np.zeros(self.num_pages, dtype=np.int32)
         self._owners = np.zeros(self.num_pages, dtype=np.int32)
@@ -48,6 +49,25 @@ class KvPool:
     @property
     def num_tokens(self) -> int:
         return self.num_pages * self.page_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all pages take."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    def release_memory(self) -> int:
+        """Free the memory of all pages, none of which may be in use; the bytes freed. The books stay."""
+        if (self._references > 0).any():
+            raise ValueError(f"{int((self._references > 0).sum())} pages are in use; their memory cannot be freed")
+        freed = self._held.numel() * self._held.element_size()
+        self.layers = []
+        self._held = self._held.new_empty(0)
+        return freed
+
+    def restore(self) -> None:
+        """Take the memory of all pages again, after ``release_memory``."""
+        self._held = torch.empty(self._shape, dtype=self._dtype)
+        self.layers = self._layers()
 
     @property
     def num_free_pages(self) -> int:
@@ -156,6 +176,9 @@ class KvPool:
             raise RuntimeError(f"page {int(others.argmin())} is owned but counted as free")
         if int(others.sum()) != num_cache_references:
             raise RuntimeError(f"{int(others.sum())} page references beside the owners', {num_cache_references} known")
+
+    def _layers(self) -> list[LayerCache]:
+        return [(layer[0], layer[1]) for layer in self._held]
 
     def _used(self, pages: Sequence[int]) -> list[int]:
         held = list(pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
@@ -23,6 +24,13 @@ def automatic_kv_tokens(spec: DecoderSpec, dtype: torch.dtype, max_running: int)
     # At least one sequence as long as the context, or prompts the model takes would be refused.
     wanted = max(max_running * min(spec.max_positions, _TOKENS_PER_SEQUENCE), min(spec.max_positions, _LONGEST) + 512)
     return max(512, min(wanted, affordable) // 512 * 512)
+
+
+def trim_heap() -> None:
+    """Hand freed memory that the C library keeps back to the system, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def available_memory_bytes() -> int:

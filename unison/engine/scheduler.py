@@ -49,6 +49,7 @@ class Scheduler:
         self._cached_version = 0
         self.ratio = NewTokenRatio(config.new_token_ratio)
         self.num_retractions = 0
+        self._num_arrived = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -63,6 +64,8 @@ class Scheduler:
                 f"{len(self.waiting)} requests are waiting already (engine.max_waiting); try again later"
             )
         self._pool.check_fits(sequence.max_tokens)
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
         self.waiting.append(sequence)
 
     def expected_pages(self, sequence: Sequence) -> int:
@@ -147,6 +150,17 @@ class Scheduler:
             return False
         sequence.pages += pages
         return True
+
+    def push_back_all(self, version: int) -> None:
+        """Put all that runs before those that wait, in order of arrival; keys and values go to the cache or are lost.
+
+        It is no sign of short memory, so neither the ratio nor ``num_retractions`` is touched.
+        """
+        for sequence in self.running:
+            self._give_back(sequence, version)
+            sequence.push_back()
+        self.waiting = deque([*sorted(self.running, key=lambda s: s.arrival), *self.waiting])
+        self.running = []
 
     def _retract(self, sequence: Sequence, version: int) -> None:
         """Back to the head of the queue: everything sampled stays, keys and values go to the cache or are lost."""

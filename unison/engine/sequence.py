@@ -53,6 +53,8 @@ class Sequence:
         """Tokens sampled before the sequence was placed in memory this time."""
         self._read_versions: list[VersionRun] = []
         """Versions of lost keys and values that some sampled token had read."""
+        self.arrival = 0
+        """The sequence's place in the order of arrival."""
         self.num_passed_over = 0
         """Times a sequence that came later was admitted before this one."""
         self.num_cache_hits = 0
@@ -218,6 +220,7 @@ class Sequence:
             held_text=self._held_text,
             resumed_ids=self.request.output_ids,
             priority=self.request.priority,
+            num_retractions=self.num_retractions,
         )
         return self.answer
 
@@ -243,8 +246,10 @@ class Sequence:
             self._edits.observe(token)
         if self.finish_reason is not None:
             return
-        if token in self.end_ids and self._may_end:  # its text is no part of the answer
+        if token in self.end_ids and self._may_end:
             self.finish("stop", token)
+            if self.request.sampling.no_stop_trim and self._detokenizer is not None:
+                self._take_text(self._detokenizer.push(token), may_match=False)
             return
         matched = self._read(token)
         if matched is not None:
@@ -256,7 +261,13 @@ class Sequence:
         """Feed one token to the detokenizer; the stop string it completed, if any."""
         if self._detokenizer is None:
             return None
-        text, matched = self._stops.push(self._detokenizer.push(token), may_match=self._may_end)
+        return self._take_text(self._detokenizer.push(token), may_match=self._may_end)
+
+    def _take_text(self, decoded: str, *, may_match: bool) -> str | None:
+        """Add a piece of text, as far as it is no part of a stop string; the one it completed, if any."""
+        text, matched = self._stops.push(decoded, may_match=may_match)
+        if matched is not None and self.request.sampling.no_stop_trim:
+            text += matched
         self.text_pieces.append(text)
         return matched
 
@@ -268,9 +279,7 @@ class Sequence:
             text, _ = self._stops.push(self._detokenizer.flush(), may_match=False)
             self._held_text = text + self._stops.flush()
         elif not isinstance(self.matched_stop, str):
-            text, matched = self._stops.push(self._detokenizer.flush(), may_match=self._may_end)
-            self.text_pieces.append(text)
-            if matched is None:
-                self.text_pieces.append(self._stops.flush())
+            self._take_text(self._detokenizer.flush(), may_match=self._may_end)
+            self.text_pieces.append(self._stops.flush())
         self.text_pieces = ["".join(self.text_pieces)]
         return self.text_pieces[0]

@@ -73,7 +73,7 @@ def stream_answers(
                 engine.add_request(request)
                 streams.append((i, k, engine.watch(request.request_id)))
         while streams:
-            engine.put_back([output for output in engine.step() if output.request_id not in own])
+            engine.put_back([output for output in engine.step_or_refuse() if output.request_id not in own])
             for i, k, stream in streams:
                 delta = stream.take()
                 if delta is not None:

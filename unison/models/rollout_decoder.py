@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -40,6 +41,15 @@ class RolloutDecoder(Decoder):
         self.forget()
         self._kept = [cast(Layer, layer).bound(self._pack) for layer in self.layers]
         self._packed_head = PackedWeight(self.embed if self.head is None else self.head) if self._pack else None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the packed copies; what else is kept is small."""
+        packed = [] if self._packed_head is None else [self._packed_head]
+        for layer in self._kept or ():
+            weights = (linear.weight for linear in (layer.qkv, layer.out, layer.gate_up, layer.down))
+            packed += [weight for weight in weights if isinstance(weight, PackedWeight)]
+        return sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in packed)
 
     def head_weight(self) -> Weight:
         return super().head_weight() if self._packed_head is None else self._packed_head

@@ -6,6 +6,7 @@ however it went. Another process of the same user finds it by the maker's pid an
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -46,9 +47,11 @@ class Segment:
         if num_bytes < 1:
             raise ValueError(f"a segment of {num_bytes} bytes holds nothing")
         self.num_bytes = num_bytes
-        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC) if fd is None else fd
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, num_bytes)
+            # Whoever maps memory that becomes shorter dies of it; of ours it cannot.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.memory = mmap.mmap(self.fd, num_bytes)
 
     @property
@@ -80,6 +83,19 @@ def open_handle(handle: Handle) -> mmap.mmap:
         return mmap.mmap(fd, handle.num_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
+
+
+def identify(handle: Handle) -> tuple[int, int, int]:
+    """(device, inode, bytes) of what a handle names now: two handles, or two moments, with one identity are one memory.
+
+    Raises WeightUpdateError where it is not there.
+    """
+    path = _path_of(handle)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise WeightUpdateError(f"shared memory {handle} cannot be found: {error.strerror}") from error
+    return status.st_dev, status.st_ino, status.st_size
 
 
 def _path_of(handle: Handle) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from unison.config.serving import ServeConfig
 from unison.server.link import EngineLink
+from unison.server.live import LiveRequests
+from unison.server.metrics import Metrics
+from unison.server.updates import Updates
 from unison.server.versions import Versions
 
 if TYPE_CHECKING:
@@ -32,6 +36,18 @@ class Front:
     is_draining: bool = False
     """Set by SIGTERM: what runs may end, nothing new is begun."""
     started_at: float = field(default_factory=time.time)
+<<<<<<< HEAD
+    probe: asyncio.Task[None] | None = None
+    """The probe through the scheduler that is under way; whoever asks meanwhile shares it."""
+=======
+    live: LiveRequests = field(default_factory=LiveRequests)
+    metrics: Metrics = field(init=False)
+    updates: Updates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.link)
+        self.updates = Updates(self.link, self.versions, self.metrics, lease_s=self.config.update_s)
+>>>>>>> w/control
 
 
 @dataclass(frozen=True, slots=True)

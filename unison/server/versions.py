@@ -24,5 +24,9 @@ class Versions:
             self._labels.popitem(last=False)
         return text
 
+    def forget(self, version: int) -> None:
+        """Of a version that never came to be."""
+        self._labels.pop(version, None)
+
     def label(self, version: int) -> str:
         return self._labels.get(version, str(version))

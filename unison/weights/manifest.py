@@ -32,6 +32,12 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether it makes sense by itself, and lies in a buffer of ``num_bytes``."""
+        if self.dtype not in DTYPES or self.offset < 0 or min(self.shape, default=0) < 0:
+            return False
+        return self.offset + self.num_bytes <= num_bytes
+
 
 class BufferLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """Tensors of one flat buffer of ``num_bytes``."""

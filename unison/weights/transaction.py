@@ -187,6 +187,40 @@ class WeightStore:
         if self._derived is not None:
             self._derived.forget()
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of one copy of the weights."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def invalidate(self) -> None:
+        """Nothing may be computed with the live weights until a complete update is committed."""
+        with self.lock:
+            self.complete = False
+            self._forget_derived()
+
+    def discard(self) -> int:
+        """Free the weights, their second copy and what is derived; the bytes of both copies. See ``invalidate``.
+
+        Parameters keep their shapes over a single element. Raises WeightUpdateError while an update is open.
+        """
+        with self.lock:
+            if self._open is not None:
+                raise WeightUpdateError(
+                    f"update to version {self._open.version} is open; commit or abort it before its weights go"
+                )
+            self.invalidate()
+            freed = self.num_bytes * (1 if self._spare is None else 2)
+            self._spare = None
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+            return freed
+
+    def restore(self) -> None:
+        """Memory for weights that were discarded, with nothing in it yet."""
+        with self.lock:
+            for parameter in self.model.parameters():
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
 
 class WeightTransaction:
     """One open update. Any error in it leaves the store as its staging promises."""

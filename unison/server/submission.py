@@ -1,0 +1,94 @@
+"""Handing a batch to the engine, and what its failures are over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unison.server.answers import failure_status
+from unison.server.errors import RETRY_S, BadField, HttpError, unavailable
+from unison.server.front import Front
+from unison.server.link import Answer, RequestFailed, Ticket
+from unison.server.requests import Batch
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A batch in the engine's hands: for each of ``batch.asked`` its ticket, or why there is none."""
+
+    batch: Batch
+    tickets: Sequence[Ticket | RequestFailed]
+    begun_at: float
+    open_ids: set[str] = field(default_factory=set)
+    """Ids of requests that have not ended; those of the others may be somebody else's by now."""
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.begun_at
+
+    async def answer(self, place: int) -> Answer:
+        """Raises RequestFailed."""
+        ticket = self.tickets[place]
+        if isinstance(ticket, RequestFailed):
+            raise ticket
+        try:
+            answer = await ticket.answer()
+        except RequestFailed:
+            self.open_ids.discard(self.batch.asked[place].request.request_id)
+            raise
+        self.open_ids.discard(self.batch.asked[place].request.request_id)
+        return answer
+
+    def abort(self, front: Front) -> None:
+        """End what has not ended."""
+        for request_id in self.open_ids:
+            front.link.abort(request_id)
+        self.open_ids.clear()
+
+
+def check_available(front: Front) -> None:
+    """Raises HttpError (503) where the engine cannot take a request now."""
+    check_up(front)
+    if front.link.state == "weights_invalid":
+        raise unavailable(
+            "an update of the weights failed half-way; nothing is sampled until a complete one", "weights_invalid"
+        )
+
+
+def check_up(front: Front) -> None:
+    """Raises HttpError (503) where there is no engine, or soon none."""
+    state = front.link.state
+    if front.is_draining or state == "stopping":
+        raise unavailable("the server is being stopped and takes no new requests", "draining")
+    if state in ("starting", "restarting"):
+        raise unavailable(f"the engine is {state}; try again soon", state)
+    if state == "dead":
+        raise unavailable("the engine has died and cannot be restarted", "dead")
+
+
+def submit(front: Front, batch: Batch, begun_at: float) -> Submitted:
+    """All of a batch, or none. Raises HttpError where one of it is the client's mistake."""
+    tickets: list[Ticket | RequestFailed] = []
+    submitted = Submitted(batch, tickets, begun_at)
+    for asked in batch.asked:
+        try:
+            tickets.append(front.link.submit(asked.request, streamed=batch.stream))
+            submitted.open_ids.add(asked.request.request_id)
+        except RequestFailed as failed:
+            if failure_status(failed) == 400:
+                submitted.abort(front)
+                raise http_error(front, failed) from None
+            tickets.append(failed)
+    return submitted
+
+
+def http_error(front: Front, failed: RequestFailed) -> HttpError:
+    """What a failure of one request is over HTTP."""
+    status = failure_status(failed)
+    if status == 400:
+        return BadField(None, str(failed))
+    kind = failed.kind
+    if kind == "state":
+        kind = front.link.state if front.link.state in ("weights_invalid", "released") else "unavailable"
+    return HttpError(status, kind, str(failed), retry_s=RETRY_S if status == 503 else None)

@@ -51,7 +51,7 @@ def share_cuda(memory: Tensor) -> CudaIpcHandle:
         ref_counter_offset=counter_offset,
         event_handle=bytes(event).hex(),
         event_sync_required=bool(must_wait),
-        offset=memory.storage_offset(),
+        offset=int(memory.storage_offset()),
         num_bytes=memory.numel(),
     )
 

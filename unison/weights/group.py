@@ -18,6 +18,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unison.core.errors import WeightUpdateError
 from unison.weights.buffers import check_memory
@@ -27,6 +29,9 @@ from unison.weights.transaction import WeightTransaction
 
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 _POLL_S: Final = 0.05
+_TAIL_BYTES: Final = 2
+_NO_BYTE: Final = 0xFF
+"""Two of these at the end of a number make it NaN, in every dtype that weights have."""
 _MAX_EXCESS: Final = 4
 """A buffer is at most so many times larger than the model: float32 for bfloat16 makes 2, gaps the rest."""
 
@@ -43,13 +48,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
 class Group:
     """This process's membership of a group, made by ``join_group``. Not for several threads at once."""
 
-    def __init__(self, name: str, rank: int, world_size: int, device: str, group: Any, store: dist.Store) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, device: str, group: Any, store: Store) -> None:
         self.name = name
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self._group: Any = group
-        self._store: dist.Store | None = store
+        self._store: Store | None = store
         self._buffer: Tensor | None = None
 
     def send_bucket(self, tensors: Sequence[Tensor] | Tensor, timeout_s: float = 120.0) -> None:
@@ -65,16 +70,30 @@ class Group:
     ) -> None:
         """Receive one broadcast of the whole buffer, or one per entry in list order, into flat uint8 ``memory``.
 
-        Raises WeightUpdateError where the sender is gone, or is silent for ``timeout_s``; the group is of no use then.
+        Raises WeightUpdateError where the sender is gone, or is silent for ``timeout_s``: the group is of no use then.
+        And where it sent less than the layout says. Sending more ends this process: gloo gives it no choice.
         """
         check_memory(memory, layout)
         deadline = time.monotonic() + timeout_s
         if flattened:
-            self._broadcast(memory[: layout.num_bytes], deadline)
+            last = max((entry.offset + entry.num_bytes for entry in layout.entries), default=0)
+            self._receive(memory[: layout.num_bytes], memory[:last], deadline)
             return
         for entry in layout.entries:
             # Bytes, not values: what is on the way does not depend on the dtype, and offsets need no alignment.
-            self._broadcast(memory[entry.offset : entry.offset + entry.num_bytes], deadline)
+            piece = memory[entry.offset : entry.offset + entry.num_bytes]
+            self._receive(piece, piece, deadline)
+
+    def _receive(self, memory: Tensor, tensors: Tensor, deadline: float) -> None:
+        """``tensors``: the part of ``memory`` that ends with a tensor."""
+        tail = tensors[-_TAIL_BYTES:]
+        tail.fill_(_NO_BYTE)
+        self._broadcast(memory, deadline)
+        # A message that is too short is taken without a word, and leaves the end as it was.
+        if len(tail) and bool((tail == _NO_BYTE).all()):
+            raise WeightUpdateError(
+                f"group {self.name!r}: rank 0 sent fewer than {len(memory)} bytes, or a tensor that ends with NaN"
+            )
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Memory to receive into, kept for the next bucket."""
@@ -129,14 +148,15 @@ def join_group(
             store, local = _open_store(listener or listen(address, port), world_size, timeout_s), address
         else:
             local = _await_master(where, address, port, deadline)
-            store = dist.TCPStore(address, port, world_size, False, timeout=_left(deadline), multi_tenant=True)
+            store = TCPStore(address, port, world_size, False, timeout=_left(deadline), multi_tenant=True)
     device = _DEVICES[backend]
-    keys = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    keys = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     keys.set_timeout(_left(deadline))
     try:
         group = _connect(keys, rank, world_size, backend, local, _left(deadline))
     except RuntimeError as error:
-        raise WeightUpdateError(_who_is_missing(where, keys, rank, world_size, timeout_s, error)) from error
+        missing = _who_is_missing(keys, rank, world_size, error)
+        raise WeightUpdateError(f"{where} was not complete within {timeout_s:g} s: {missing}") from error
     return Group(name, rank, world_size, device, group, store)
 
 
@@ -223,10 +243,10 @@ def _check(name: str, port: int, rank: int, world_size: int, backend: str, timeo
         raise WeightUpdateError(f"timeout_s={timeout_s} must be above 0")
 
 
-def _open_store(listener: socket.socket, world_size: int, timeout_s: float) -> dist.Store:
+def _open_store(listener: socket.socket, world_size: int, timeout_s: float) -> Store:
     host, port = listener.getsockname()[:2]
     # Given a socket of ours, the store listens at our address instead of all there are.
-    return dist.TCPStore(
+    store: Store = TCPStore(
         host,
         port,
         world_size,
@@ -235,6 +255,7 @@ def _open_store(listener: socket.socket, world_size: int, timeout_s: float) -> d
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+    return store
 
 
 def _await_master(where: str, address: str, port: int, deadline: float) -> str:
@@ -252,7 +273,7 @@ def _await_master(where: str, address: str, port: int, deadline: float) -> str:
             time.sleep(_POLL_S)
 
 
-def _connect(keys: dist.Store, rank: int, world_size: int, backend: str, local: str, timeout: timedelta) -> Any:
+def _connect(keys: Store, rank: int, world_size: int, backend: str, local: str, timeout: timedelta) -> Any:
     if backend == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
         return nccl(keys, rank, world_size, timeout)
@@ -266,22 +287,18 @@ def _connect(keys: dist.Store, rank: int, world_size: int, backend: str, local: 
     return gloo(keys, rank, world_size, options)
 
 
-def _who_is_missing(
-    where: str, keys: dist.Store, rank: int, world_size: int, timeout_s: float, error: RuntimeError
-) -> str:
+def _who_is_missing(keys: Store, rank: int, world_size: int, error: RuntimeError) -> str:
     missing: list[int] = []
     with contextlib.suppress(RuntimeError):
         # Each rank of gloo leaves its address under this key.
         missing = [other for other in range(world_size) if other != rank and not keys.check([f"0/{other}"])]
     if not missing:
-        return f"{where}: not all of {world_size} ranks could connect within {timeout_s:g} s: {_first_line(error)}"
-    ranks = ", ".join(map(str, missing))
-    hint = (
-        "; the trainer must make its group over PrefixStore(group name, store), plain init_process_group meets nobody"
-        if 0 in missing
-        else ""
-    )
-    return f"{where}: of {world_size} ranks these did not join within {timeout_s:g} s: {ranks}{hint}"
+        return f"not all of {world_size} ranks could connect: {_first_line(error)}"
+    text = f"of {world_size} ranks these did not join: {', '.join(map(str, missing))}"
+    if missing == [0]:
+        # All others are there, and it listens: it looks for them elsewhere.
+        return f"{text}; the trainer must make its group over PrefixStore(group name, store), not init_process_group"
+    return text
 
 
 @contextlib.contextmanager

@@ -1,0 +1,82 @@
+"""Trainers in processes of their own, for tests of transports: ``python -m tests.weights.senders KIND ...``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def values(num: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What a sender sends, made anew by the test that receives it."""
+    return torch.randn(num, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.weights.senders", *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def foreign_group(name: str, port: int, world_size: int, timeout_s: float) -> Any:
+    """A group as SGLang's trainers make it: torch's own rendezvous and helper, beside the default group."""
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=name,
+        backend_options=None,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def send_foreign(name: str, port: str, sizes: str) -> None:
+    """Broadcast tensors of these sizes, one by one and then as one buffer of bytes."""
+    group = foreign_group(name, int(port), 2, 20)
+    tensors = [values(int(size), seed) for seed, size in enumerate(sizes.split(","))]
+    for tensor in [*tensors, torch.cat([tensor.view(torch.uint8) for tensor in tensors])]:
+        dist.broadcast(tensor, 0, group=group)
+    dist.destroy_process_group(group)
+
+
+def die_foreign(name: str, port: str, size: str) -> None:
+    """Killed in the middle of a broadcast."""
+    group = foreign_group(name, int(port), 2, 20)
+    dist.broadcast(values(8, 0), 0, group=group)
+    work = dist.broadcast(torch.zeros(int(size), dtype=torch.uint8), 0, group=group, async_op=True)
+    del work
+    time.sleep(0.3)
+    os.kill(os.getpid(), 9)
+
+
+def stall_foreign(name: str, port: str) -> None:
+    """In the group, but silent until told."""
+    group = foreign_group(name, int(port), 2, 20)
+    print("joined", flush=True)
+    sys.stdin.readline()
+    del group
+
+
+KINDS: dict[str, Callable[..., None]] = {
+    function.__name__: function for function in (send_foreign, die_foreign, stall_foreign)
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    KINDS[sys.argv[1]](*sys.argv[2:])

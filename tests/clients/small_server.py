@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from unison.engine.engine import Engine
 from unison.engine.sampler import SAMPLER_NAME
 from unison.models.names import published_tensors
 from unison.processes.shared_memory import Handle, open_handle
+from unison.text.detokenize import IncrementalDetokenizer
 from unison.weights.checksum import weights_checksum
 from unison.weights.manifest import DTYPES, BufferLayout
 from unison.weights.push import push_weights
@@ -128,10 +130,6 @@ class SmallServer:
     async def die(self, asked: GenerationRequest, count: int, body: dict[str, Any]) -> Response:
         """Answer as an engine that dies after ``count`` more tokens."""
         most = len(asked.output_ids) + count
-        short = msgspec.structs.replace if False else None
-        del short
-        from dataclasses import replace
-
         cut = replace(asked, sampling=replace(asked.sampling, max_new_tokens=most))
         output = await self.client.generate(cut)
         if output.finish_reason == "stop" or most >= asked.sampling.max_new_tokens:
@@ -139,7 +137,7 @@ class SmallServer:
         return answer(self.body(replace(output, finish_reason="abort"), body, "EngineDied"))
 
     async def pieces(self, asked: GenerationRequest, body: dict[str, Any]) -> Any:
-        so_far: dict[str, Any] = {"ids": [], "logprobs": [], "text": "", "versions": []}
+        so_far: dict[str, Any] = {"ids": [], "logprobs": [], "text": self.text_of(asked.output_ids), "versions": []}
         num_left = 3 if self.spoilt("break stream") else None
         async for delta in self.client.stream(asked):
             if delta.output is not None:
@@ -162,6 +160,13 @@ class SmallServer:
                     raise ConnectionError("the stream breaks off")
         yield "data: [DONE]\n\n"
 
+    def text_of(self, ids: tuple[int, ...]) -> str:
+        """As far as further tokens cannot change it."""
+        if self.engine.tokenizer is None:
+            return ""
+        decoder = IncrementalDetokenizer(self.engine.tokenizer)
+        return "".join(decoder.push(token) for token in ids)
+
     def body(self, output: GenerationOutput, asked: dict[str, Any], died: str | None) -> dict[str, Any]:
         start = asked.get("logprob_start_len", -1)
         finish: dict[str, Any] = {"type": output.finish_reason}
@@ -181,7 +186,9 @@ class SmallServer:
         }
         if start >= 0:
             scores = [None, *output.prompt_logprobs] if start == 0 else output.prompt_logprobs
-            meta["input_token_logprobs"] = [[x, i, None] for x, i in zip(scores, output.prompt_ids[start:], strict=False)]
+            meta["input_token_logprobs"] = [
+                [x, i, None] for x, i in zip(scores, output.prompt_ids[start:], strict=False)
+            ]
         if output.top_logprobs:
             meta["output_top_logprobs"] = [[[x.logprob, x.token_id, None] for x in row] for row in output.top_logprobs]
         if output.token_id_logprobs:
@@ -358,7 +365,9 @@ class Running:
     """A server in a thread of this process; a context."""
 
     def __init__(self, server: SmallServer) -> None:
-        config = uvicorn.Config(server.app(), host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            server.app(), host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1
+        )
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self.url = ""

@@ -117,7 +117,9 @@ def test_without_a_seed_the_client_draws_one_and_reports_it(url: str, reference:
     assert again.token_ids == output.token_ids
 
 
-@pytest.mark.parametrize("faults", [["die after 5"], ["die after 0", "die after 3", "die after 1", "busy", "die after 8"]])
+@pytest.mark.parametrize(
+    "faults", [["die after 5"], ["die after 0", "die after 3", "die after 1", "busy", "die after 8"]]
+)
 def test_an_answer_cut_short_by_a_dying_engine_comes_whole_and_to_the_bit(
     url: str, server: SmallServer, reference: Engine, faults: list[str]
 ) -> None:
@@ -227,7 +229,7 @@ def test_a_full_queue_is_waited_for_until_the_deadline(url: str, server: SmallSe
     server.faults += ["busy"] * 3
     assert over_http(url, request())[0].finish_reason == "length"
     server.faults += ["busy"] * 1000
-    with pytest.raises(ServerError, match="deadline.*queue is full"):
+    with pytest.raises(ServerError, match=r"deadline.*queue is full"):
         over_http(url, request(), request_s=0.5)
 
 

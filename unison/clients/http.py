@@ -65,8 +65,13 @@ class ServerClient:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """What ``generate`` returns, handed out while it is made; the last delta carries the whole output.
 
-        Closing the iterator aborts the request. Raises as ``generate`` does.
+        Closing the iterator aborts the request. Raises as ``generate`` does, and RequestError for one with
+        ``output_ids``: a server's text does not tell where theirs ends.
         """
+        if request.output_ids:
+            raise RequestError(
+                f"request {request.request_id}: an answer that goes on from output_ids cannot be streamed; use generate"
+            )
         call = self._open(request)
         try:
             async for delta in stream_whole(call, lambda one: open_stream(self._endpoint, one)):

@@ -22,6 +22,7 @@ COMMANDS: Final[dict[str, str]] = {
     "eval": "score a model, or what a run has trained, on held-out prompts",
     "export": "make a run's model a folder that transformers loads",
     "generate": "sample from a model",
+    "serve": "put an engine behind HTTP",
     "replay": "take training steps of a run once more, and compare them to the bit",
     "samples": "read the rollouts of a step from a run folder",
     "bench": "measure how fast a workload is answered, here or by a server",

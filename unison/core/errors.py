@@ -85,6 +85,10 @@ class CapacityError(RequestError):
     """A request that can never fit into the engine's memory; carries the arithmetic."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait already as may; try again later."""
+
+
 class EngineStateError(UnisonError, RuntimeError):
     """A call the engine cannot take in its present state (closed, no complete weights)."""
 

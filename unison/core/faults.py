@@ -59,6 +59,10 @@ FAULT_POINTS: Final[dict[str, str]] = {
     "loop.updated": "the weights are those of the next step, of which nothing is written",
     "loop.samples_written": "the step's samples are kept, its ledger entry is not",
     "loop.recorded": "the step is in the ledger, not yet logged",
+    "server.engine_step": "the engine process is about to take a step",
+    "server.staged": "a piece of a weight update is staged",
+    "server.prepared": "a weight update is complete and checked, not committed",
+    "server.committed": "a weight update is committed, the front end has not heard of it",
     "loop.concluded": "the step is logged, and a save has begun if it was due",
 }
 """Every fault point there is -> the moment it stands for. A point is added here before it is used."""

@@ -37,6 +37,7 @@ from unison.models.numerics import choose_packing
 from unison.models.rollout_decoder import RolloutDecoder
 from unison.ops.padding import NumericsPath
 from unison.text.detokenize import IncrementalDetokenizer
+from unison.weights.arena import Arena
 from unison.weights.transaction import Commit, WeightStore, WeightTransaction
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ class Engine:
         end_ids: frozenset[int] = frozenset(),
         version: int = 0,
         staging: Literal["shadow", "in_place"] = "shadow",
+        arenas: Items[Arena] = (),
+        live_index: int = 0,
     ) -> None:
+        """``arenas`` and ``live_index``: where the weights lie, as WeightStore takes them."""
         self.config = config or EngineConfig()
         self.model = model.requires_grad_(False)
         self.path = path
@@ -70,7 +74,7 @@ class Engine:
         """Whole sentences for people: what the engine has to do without."""
         self.rollout_model = RolloutDecoder(self.model, pack)
         """The same weights in the form that steps compute with."""
-        self.weights = WeightStore(model, version, staging, self.rollout_model)
+        self.weights = WeightStore(model, version, staging, self.rollout_model, arenas=arenas, live_index=live_index)
         num_tokens = self.config.kv_tokens or automatic_kv_tokens(model.spec, model.dtype, self.config.max_running)
         self.pool = KvPool(
             model.spec, num_tokens, self.config.page_size, model.dtype, poison_freed=self.config.poison_freed_pages
@@ -152,8 +156,8 @@ class Engine:
         """Whether any request holds pages of keys and values."""
         return self._num_holding > 0
 
-    def add_request(self, request: GenerationRequest) -> None:
-        """Queue one sample (n = 1). Raises RequestError or CapacityError before any work starts."""
+    def add_request(self, request: GenerationRequest) -> Sequence:
+        """Queue one sample (n = 1). Raises RequestError, QueueFullError or CapacityError before any work starts."""
         with self._lock:
             check_request(
                 request,
@@ -170,6 +174,7 @@ class Engine:
             except CapacityError as error:
                 raise CapacityError(f"request {request.request_id}: {error}") from error
             self._sequences[request.request_id] = sequence
+            return sequence
 
     def watch(self, request_id: str) -> OutputStream:
         """What a request comes to while it runs, for whoever steps the engine; ids that are not running are an error.

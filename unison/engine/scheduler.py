@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from unison.config.schema import EngineConfig
-from unison.core.errors import RequestError
+from unison.core.errors import QueueFullError
 from unison.engine.estimate import NewTokenRatio
 from unison.engine.kv_pool import KvPool
 from unison.engine.policy import admission_order
@@ -58,9 +58,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises RequestError when the queue is full, CapacityError when it can never fit."""
+        """Queue a sequence. Raises QueueFullError when the queue is full, CapacityError when it can never fit."""
         if len(self.waiting) >= self._config.max_waiting:
-            raise RequestError(
+            raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting already (engine.max_waiting); try again later"
             )
         self._pool.check_fits(sequence.max_tokens)

@@ -36,10 +36,8 @@ class Front:
     is_draining: bool = False
     """Set by SIGTERM: what runs may end, nothing new is begun."""
     started_at: float = field(default_factory=time.time)
-<<<<<<< HEAD
     probe: asyncio.Task[None] | None = None
     """The probe through the scheduler that is under way; whoever asks meanwhile shares it."""
-=======
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(init=False)
     updates: Updates = field(init=False)
@@ -47,7 +45,6 @@ class Front:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.link)
         self.updates = Updates(self.link, self.versions, self.metrics, lease_s=self.config.update_s)
->>>>>>> w/control
 
 
 @dataclass(frozen=True, slots=True)

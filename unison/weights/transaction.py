@@ -127,6 +127,13 @@ class WeightStore:
         self._open = WeightTransaction(self, version, self._target())
         return self._open
 
+    def rename(self, version: int) -> None:
+        """Call the live weights ``version`` from now on. Raises WeightUpdateError where it is not above the present."""
+        with self.lock:
+            if version <= self.version:
+                raise WeightUpdateError(f"version {version} is not above the present version {self.version}")
+            self.version = version
+
     def checksum(self) -> str:
         """Digest of the live weights under their published names."""
         return tensors_digest(published_tensors(self.model))

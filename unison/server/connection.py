@@ -1,0 +1,341 @@
+"""The front end's link to its engine process: it starts it, speaks to it, and starts it anew where it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from unison.core.errors import ServerError
+from unison.core.records import GenerationRequest
+from unison.core.sampling import SamplingParams
+from unison.server.child import EngineChild
+from unison.server.link import Answer, CommandFailed, LinkState, RequestFailed
+from unison.server.messages import (
+    Abort,
+    Action,
+    Beat,
+    CheckIntegrity,
+    Command,
+    CommitUpdate,
+    Ended,
+    EngineInfo,
+    Failed,
+    NotStarted,
+    Progress,
+    Ready,
+    Reply,
+    Setup,
+    Stop,
+    StreamPiece,
+    Submit,
+)
+from unison.server.tickets import PendingTicket
+
+_MAX_RESTARTS: Final = 5
+_RESTARTS_WITHIN_S: Final = 600.0
+"""More restarts than these in so long, and the server gives up: whatever kills the engine kills it again."""
+_WATCH_S: Final = 0.25
+
+
+class EngineConnection:
+    """Implements ``unison.server.link.EngineLink``. To be used from one event loop.
+
+    ``setup`` says what the process is started with; where it dies, it is started anew with the version that was
+    committed last, out of the shared memory that this process holds. ``start_s`` bounds a start, ``hang_s`` the
+    silence of a process that is then killed. ``on_dead`` is called once no further start is tried.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        start_s: float,
+        hang_s: float,
+        on_dead: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._setup = setup
+        self._start_s = start_s
+        self._hang_s = hang_s
+        self._on_dead = on_dead
+        self._state: LinkState = "starting"
+        self._info: EngineInfo | None = None
+        self._beat = Beat("running", setup.version)
+        self._child: EngineChild | None = None
+        self._tickets: dict[int, PendingTicket] = {}
+        self._slots: dict[str, int] = {}
+        self._commands: dict[int, tuple[Action, asyncio.Future[dict[str, Any]]]] = {}
+        self._num_slots = self._num_commands = 0
+        self._progressed = asyncio.Event()
+        self._restarts: deque[float] = deque()
+        self.num_restarts = 0
+        self.last_death: str | None = None
+        self._tending: asyncio.Task[None] | None = None
+
+    # What is known --------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise ServerError("the engine process has not started yet")
+        return self._info
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @property
+    def beat(self) -> Beat:
+        return self._beat
+
+    @property
+    def version(self) -> int:
+        return self._setup.version
+
+    @property
+    def silence_s(self) -> float:
+        return self._child.silence_s if self._child is not None else float("inf")
+
+    @property
+    def num_active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    # Life -----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the process. Raises ServerError, with its reason, where it cannot serve."""
+        await self._launch()
+        self._tending = asyncio.create_task(self._tend())
+
+    async def close(self) -> None:
+        """End the process; what waits is answered with what it has."""
+        self._state = "stopping"
+        if self._tending is not None:
+            self._tending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._tending
+        if self._child is not None:
+            self._child.send([Stop()])
+            await self._child.bury(patience_s=2.0)
+        self._give_up_all("the server stops")
+
+    async def _launch(self) -> None:
+        started = time.monotonic()
+        child = self._child = await EngineChild.start(self._setup)
+        try:
+            async with asyncio.timeout(self._start_s):
+                first = await child.receive()
+        except TimeoutError:
+            await child.bury()
+            raise ServerError(f"the engine process did not start within {self._start_s:g} s") from None
+        message = first[0] if first else None
+        if isinstance(message, Ready):
+            self._info = message.info
+            # From now on the choices that were automatic are made: a restart must not choose otherwise.
+            self._setup = msgspec.structs.replace(
+                self._setup,
+                dtype=message.info.dtype,
+                numerics=message.info.numerics,
+                live=0 if self._setup.segments and self._setup.live is None else self._setup.live,
+            )
+            self._beat = Beat("weights_invalid" if self._setup.weights_lost else "running", message.version)
+            self._state = self._beat.state
+            print(f"engine process {child.pid} is ready after {time.monotonic() - started:.1f} s", file=sys.stderr)
+            return
+        how = await child.bury()
+        raise ServerError(message.reason if isinstance(message, NotStarted) else f"the engine process {how}")
+
+    async def _tend(self) -> None:
+        """Read what the process says; where it ends, answer for it and start the next one."""
+        while True:
+            how = await self._serve()
+            self.last_death = how
+            print(f"engine process {how}", file=sys.stderr, flush=True)
+            # Its reset or half-written weights are nothing to go on from; a shadow that is complete is.
+            lost = self._state == "weights_invalid" or (self._setup.staging == "in_place" and self.version > 0)
+            self._setup = msgspec.structs.replace(self._setup, weights_lost=lost)
+            self._state = "restarting"
+            self._give_up_all(f"the engine process {how}")
+            if not await self._restart():
+                return
+
+    async def _restart(self) -> bool:
+        now = time.monotonic()
+        self._restarts.append(now)
+        while self._restarts and now - self._restarts[0] > _RESTARTS_WITHIN_S:
+            self._restarts.popleft()
+        reason = f"the engine process died {len(self._restarts)} times within {_RESTARTS_WITHIN_S / 60:.0f} minutes"
+        if len(self._restarts) <= _MAX_RESTARTS:
+            try:
+                await self._launch()
+            except (ServerError, OSError) as error:
+                reason = str(error)
+            else:
+                self.num_restarts += 1
+                return True
+        self._state = "dead"
+        self._on_dead(reason)
+        return False
+
+    async def _serve(self) -> str:
+        """Dispatch messages until the process ends; how it ended."""
+        child = self._child
+        if child is None:
+            raise ServerError("no engine process was started")
+        watch = asyncio.create_task(self._watch(child))
+        try:
+            while (messages := await child.receive()) is not None:
+                for message in messages:
+                    self._take(message)
+        except msgspec.MsgspecError as error:
+            return f"wrote what is no message ({error}); {await child.bury()}"
+        finally:
+            watch.cancel()
+        return await child.bury()
+
+    async def _watch(self, child: EngineChild) -> None:
+        """Kill a process that says nothing any more: it hangs, and nobody would ever be answered."""
+        while child.silence_s < self._hang_s:
+            await asyncio.sleep(min(_WATCH_S, self._hang_s / 4))
+        child.kill(f"was silent for {self._hang_s:g} s and was killed")
+
+    # Requests -------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> PendingTicket:
+        child = self._child
+        if child is None or self._state in ("starting", "restarting", "stopping", "dead"):
+            raise RequestFailed("state", f"the engine process cannot take requests: it is {self._state}")
+        if request.request_id in self._slots:
+            raise RequestFailed(
+                "request", f"request id {request.request_id!r} is in use; give each request an id of its own"
+            )
+        self._num_slots += 1
+        ticket = PendingTicket(self._num_slots, request)
+        self._tickets[ticket.slot] = ticket
+        self._slots[request.request_id] = ticket.slot
+        child.send([Submit(ticket.slot, request, streamed)])
+        return ticket
+
+    def abort(self, request_id: str | None = None) -> int:
+        if request_id is not None and request_id not in self._slots:
+            return 0
+        slots = list(self._tickets) if request_id is None else [self._slots[request_id]]
+        if slots and self._child is not None:
+            self._child.send([Abort(slots)])
+        return len(slots)
+
+    def active_ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._slots)
+
+    async def command(self, action: Action, timeout_s: float = 60.0) -> dict[str, Any]:
+        child = self._child
+        if child is None or self._state in ("starting", "restarting", "stopping", "dead"):
+            raise CommandFailed("unavailable", f"the engine process cannot take commands: it is {self._state}")
+        self._num_commands += 1
+        call_id = self._num_commands
+        done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._commands[call_id] = (action, done)
+        child.send([Command(call_id, action)])
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await done
+        except TimeoutError:
+            raise CommandFailed(
+                "unavailable", f"the engine process did not answer {type(action).__name__} within {timeout_s:g} s"
+            ) from None
+
+    async def check_alive(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._prove_alive(timeout_s)
+        except TimeoutError:
+            raise CommandFailed("unavailable", f"the scheduler sampled nothing within {timeout_s:g} s") from None
+        except RequestFailed as error:
+            raise CommandFailed("unavailable", str(error)) from error
+
+    async def _prove_alive(self, timeout_s: float) -> None:
+        if self._state != "running":
+            await self.command(CheckIntegrity(), timeout_s)
+            return
+        if self._tickets:
+            # Others' tokens prove as much as one of our own, and need no place in a full queue.
+            self._progressed.clear()
+            await self._progressed.wait()
+            return
+        name = f"health-{self._num_slots}"
+        ticket = self.submit(
+            GenerationRequest(request_id=name, prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=1))
+        )
+        answer = await ticket.answer()
+        if answer.died is not None:
+            raise CommandFailed("unavailable", answer.died)
+
+    # Messages -------------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Progress():
+                self._progress(message)
+            case StreamPiece(slot, delta):
+                if slot in self._tickets:
+                    self._tickets[slot].piece(delta)
+            case Ended(slot, output, num_retractions, queue_s):
+                self._end(slot, Answer(output, num_retractions, queue_s))
+            case Failed(slot, kind, text, output):
+                self._end(slot, RequestFailed(kind, text, output))
+            case Reply():
+                self._reply(message)
+            case Beat():
+                self._beat = message
+                self._state = message.state
+
+    def _progress(self, message: Progress) -> None:
+        for slot, token_id, logprob in zip(message.slots, message.token_ids, message.logprobs, strict=True):
+            ticket = self._tickets.get(slot)
+            if ticket is not None:
+                ticket.progress(message.version, token_id, logprob)
+        self._progressed.set()
+
+    def _end(self, slot: int, result: Answer | RequestFailed) -> None:
+        ticket = self._tickets.pop(slot, None)
+        if ticket is None:
+            return
+        del self._slots[ticket.request.request_id]
+        if isinstance(result, Answer) and result.output.token_ids:
+            self._progressed.set()
+        ticket.end(result)
+        if not self._tickets:
+            # Whoever waits for others' tokens must not wait for ever: nothing is left to be slow.
+            self._progressed.set()
+
+    def _reply(self, reply: Reply) -> None:
+        action, done = self._commands.pop(reply.call_id, (None, None))
+        if isinstance(action, CommitUpdate) and reply.error is None:
+            # Before anybody hears of it: from here on this is the version a new process starts with.
+            live = reply.result.get("live")
+            self._setup = msgspec.structs.replace(self._setup, version=action.version, live=live, weights_lost=False)
+        if type(action).__name__ == "BumpVersion" and reply.error is None:
+            self._setup = msgspec.structs.replace(self._setup, version=reply.result["version"])
+        if done is None or done.done():
+            return
+        if reply.error is None:
+            done.set_result(reply.result)
+        else:
+            done.set_exception(CommandFailed(reply.kind, reply.error))
+
+    def _give_up_all(self, how: str) -> None:
+        tickets, self._tickets, self._slots = self._tickets, {}, {}
+        for ticket in tickets.values():
+            ticket.cut_short(how)
+        commands, self._commands = self._commands, {}
+        for _, done in commands.values():
+            if not done.done():
+                done.set_exception(CommandFailed("unavailable", how))

@@ -67,6 +67,7 @@ class Fleet:
         self._router = Router()
         self._calls: dict[str, Call] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.Task[None]] = []
         self._cores = available() if plan.trainer_cores else ()
         self._background = BackgroundLoop("fleet")
         present = Update(published, 0, plan.dtype)
@@ -76,7 +77,9 @@ class Fleet:
             silence_s=self._config.silence_s,
             fence=lambda member, reason: self._keeper.fence(member, reason),
         )
-        self._keeper = Keeper(self._publisher, present, silence_s=self._config.silence_s, check=plan.check)
+        self._keeper = Keeper(
+            self._publisher, present, self.members, silence_s=self._config.silence_s, check=plan.check
+        )
         self.client: EngineClient = FleetClient(self)
         try:
             if plan.trainer_cores:
@@ -344,9 +347,13 @@ class Fleet:
         self._keeper.doubt(member, reason)
 
     async def _shut(self) -> None:
-        await self._plan.transport.close()
         for member in self.members:
             member.state, member.reason = "ended", "the fleet is closed"
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._plan.transport.close()
+        for member in self.members:
             member.take_away()
             if member.control is not None:
                 await member.control.endpoint.close()

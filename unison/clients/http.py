@@ -127,6 +127,9 @@ async def attempt(endpoint: Endpoint, call: Call) -> Piece:
     body = request_body(request, call.name_attempt(), call.seed)
     try:
         answer = read_answer(await endpoint.post_raw(GENERATE, body, call.remaining_s), endpoint.url)
+    except RequestError as error:
+        # By the name that the caller knows it by.
+        raise RequestError(str(error).replace(call.rid, request.request_id)) from error
     except RefusedError as error:
         if error.kind != "non_finite":
             raise

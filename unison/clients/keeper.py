@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from unison.clients.control import WeightsStatus
@@ -18,8 +18,10 @@ from unison.core.errors import ConfigError, RequestError, ServerError, WeightUpd
 _BEAT_S: Final = 1.0
 _HURRY_S: Final = 0.1
 _MOST_FAILED_STARTS: Final = 3
-_MOST_SILENCES: Final = 3
-"""Deadlines of silence after which a server of our own is killed."""
+_FEW_SILENCES: Final = 3
+_MANY_SILENCES: Final = 15
+"""Deadlines of silence after which a server of our own is killed: few where the run waits for it, many where others
+do its work meanwhile."""
 
 Check = Callable[[Member], Awaitable[None]]
 
@@ -27,7 +29,9 @@ Check = Callable[[Member], Awaitable[None]]
 class Keeper:
     """Shared by the tasks that look after one server each. All in one event loop."""
 
-    def __init__(self, publisher: Publisher, present: Update, *, silence_s: float, check: Check) -> None:
+    def __init__(
+        self, publisher: Publisher, present: Update, members: Sequence[Member], *, silence_s: float, check: Check
+    ) -> None:
         """``check`` raises ConfigError for a server that is not as the run needs it."""
         self.present = present
         """The weights that every server which is given requests holds."""
@@ -39,6 +43,7 @@ class Keeper:
         """Set when a server may have become ready, or ended."""
         self.events: list[str] = []
         self._publisher = publisher
+        self._members = members
         self._silence_s = silence_s
         self._check = check
 
@@ -137,7 +142,8 @@ class Keeper:
         self.fence(member, reason)
         now = time.monotonic()
         member.silent_since = member.silent_since or now
-        if member.process is not None and now - member.silent_since > _MOST_SILENCES * self._silence_s:
+        most = _MANY_SILENCES if any(other.is_ready for other in self._members) else _FEW_SILENCES
+        if member.process is not None and now - member.silent_since > most * self._silence_s:
             member.process.kill()
 
     async def _start_anew(self, member: Member) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from unison.core.errors import RequestError, ServerError
-from unison.core.records import FinishReason, GenerationOutput, GenerationRequest, TokenLogprob, VersionRun
+from unison.core.records import FinishReason, GenerationOutput, GenerationRequest, TokenLogprob, VersionRun, extend_runs
 from unison.core.sampling import SamplingParams
 
 _DEFAULT_LABEL: Final = "default"
@@ -181,7 +181,10 @@ def chosen_of(answer: Answer) -> list[list[float]]:
 
 
 def version_runs(spans: Sequence[Span], where: str) -> list[VersionRun]:
-    return [VersionRun(version_number(span.version, where), span.end - span.start) for span in spans]
+    runs: list[VersionRun] = []
+    for span in spans:
+        extend_runs(runs, version_number(span.version, where), span.end - span.start)
+    return runs
 
 
 def version_number(label: str, where: str) -> int:

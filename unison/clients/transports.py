@@ -59,7 +59,7 @@ async def stage_layout(
     try:
         await control.stage(number, transport, named, timeout_s)
     except RefusedError as error:
-        if error.kind != "state" or "unknown layout" not in str(error):
+        if "unknown layout" not in str(error):
             raise
         await control.register(layout, timeout_s)
         await control.stage(number, transport, named, timeout_s)

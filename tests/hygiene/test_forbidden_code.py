@@ -48,6 +48,8 @@ BROAD_HANDLERS = {
     "unison/processes/worker.py:_answer": "the call's outcome, with the reason",
     "unison/processes/worker.py:main": "the reason why the pool cannot be opened, and raised there",
     "unison/rollout/functions.py:_Contained.__call__": "the sample fails, with the reason, and is counted",
+    "unison/server/app.py:_endpoint.call": "logged under an id, and answered as a 500 that names it",
+    "unison/server/streaming.py:EventStream._pump": "logged, and told to the client as the last event",
     "unison/rewards/combined.py:call": "the samples become unscorable, with the reason, and are counted",
 }
 """file:function that may catch any Exception without raising again -> where the error is counted or shown."""

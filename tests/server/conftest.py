@@ -17,6 +17,17 @@ MakeFront = Callable[..., Front]
 
 @pytest.fixture
 def make_front(tiny_model_dir: TinyModelDir) -> Iterator[MakeFront]:
+    yield from _fronts(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def shared_front(tiny_model_dir: TinyModelDir) -> Iterator[Front]:
+    """One for a whole file, for tests that leave it as it was."""
+    for make in _fronts(tiny_model_dir):
+        yield make()
+
+
+def _fronts(tiny_model_dir: TinyModelDir) -> Iterator[MakeFront]:
     """``make_front(limits={...}, engine={...}, model={...}, **fields of ServeConfig)``: a front end with an engine."""
     links: list[LocalLink] = []
 

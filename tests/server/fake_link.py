@@ -69,6 +69,7 @@ class FakeLink:
     """Knows which tensors an update lacks; ``disk`` and layouts say which ones a stage brings."""
 
     version: int = 0
+    tensors: tuple[str, ...] = NAMES
     info: EngineInfo = INFO
     num_restarts: int = 0
     silence_s: float = 0.0
@@ -141,7 +142,7 @@ class FakeLink:
             case BeginUpdate(version):
                 if self.open_version is not None:
                     raise CommandFailed("update", "one is open")
-                self.open_version, self.missing = version, set(NAMES)
+                self.open_version, self.missing = version, set(self.tensors)
                 return {"version": version}
             case StageGroup() | StageHandle() | StageDisk():
                 return self._stage(action)
@@ -186,13 +187,13 @@ class FakeLink:
         if self.open_version != action.version or self.missing is None:
             raise CommandFailed("update", f"no update to version {action.version} is open")
         if isinstance(action, StageDisk):
-            names: Iterable[str] = NAMES
+            names: Iterable[str] = self.tensors
         elif action.layout is None:
             raise CommandFailed("state", f"unknown layout {action.layout_id}")
         else:
             names = [entry.name for entry in action.layout.entries]
         for name in names:
-            if name not in NAMES:
+            if name not in self.tensors:
                 raise CommandFailed("update", f"there is no tensor {name!r}")
             self.missing.discard(name)
         return {"num_tensors": len(list(names)), "seconds": {"all": 0.1}}

@@ -102,6 +102,7 @@ def served(front: Front, routes: Sequence[Route] = ROUTES) -> Iterator[Served]:
 class Served:
     def __init__(self, front: Front, routes: Sequence[Route]) -> None:
         sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", 0))
         sock.listen(64)
         self.port: int = sock.getsockname()[1]

@@ -37,9 +37,8 @@ def test_the_order_of_calls_of_a_slime_like_trainer_is_one_update() -> None:
         assert link.version == 1
         assert (await client.get("/get_weight_version")).json() == {"weight_version": "7"}
         assert (await client.ok("/continue_generation"))["status"] == "ok"
-        assert link.names == [
-            "Pause", "FlushCache", "BeginUpdate", "StageGroup", "StageGroup", "PrepareUpdate", "CommitUpdate", "Continue",
-        ]  # fmt: skip
+        update = ["BeginUpdate", "StageGroup", "StageGroup", "PrepareUpdate", "CommitUpdate"]
+        assert link.names == ["Pause", "FlushCache", *update, "Continue"]
 
     run(scenario)
 

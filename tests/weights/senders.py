@@ -8,11 +8,18 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from unison.models.loading import load_model
+from unison.models.names import published_tensors
+from unison.weights.arena import ArenaLayout
+from unison.weights.outbox import Outbox
 
 
 def values(num: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -73,8 +80,21 @@ def stall_foreign(name: str, port: str) -> None:
     del group
 
 
+def outbox(folder: str) -> None:
+    """For each number read, a filled buffer of weights made from it, as JSON."""
+    model = load_model(Path(folder), torch.bfloat16)
+    box = Outbox(ArenaLayout.of(model.spec, model.dtype))
+    shapes = {name: tensor.shape for name, tensor in published_tensors(model).items()}
+    for line in sys.stdin:
+        parts = values(sum(shape.numel() for shape in shapes.values()), int(line), torch.float32).split(
+            [shape.numel() for shape in shapes.values()]
+        )
+        new = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        print(msgspec.json.encode(box.fill(new)).decode(), flush=True)
+
+
 KINDS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (send_foreign, die_foreign, stall_foreign)
+    function.__name__: function for function in (send_foreign, die_foreign, stall_foreign, outbox)
 }
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""HTTP/1.1 as uvicorn speaks it, with the bounds that it leaves open: length and time of a request's head, connections.
+"""HTTP/1.1 as uvicorn speaks it, with the bounds that it leaves open.
 
+They are the length and the time of a request's head, the number of connections, and how long an answer may lie unread.
 A refusal here is an answer as typed as any other, after which the connection is closed.
 """
 
@@ -15,8 +16,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from unison.config.serving import LimitsConfig
 from unison.server.errors import JSON, LINGER_S, HttpError, unavailable
 
-CUT: Final = "unison.cut"
-"""In a connection's scope: ends it at once, whatever is still to be sent."""
 _OVERHEAD_BYTES: Final = 4
 """Of a header line: colon, space, end of line."""
 
@@ -35,6 +34,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Received since the head began, but for the piece in which it began."""
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0
+        """Bytes of the answer that lay unread when the timer was set."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,7 +44,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -78,7 +89,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         super().on_headers_complete()
-        self.scope[CUT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -115,6 +125,25 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.cycle is None:  # nothing was ever sent
             self.transport.close()
 
+    def _start_write_timer(self) -> None:
+        self._stop_write_timer()
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.limits.write_s, self._is_anything_read)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _is_anything_read(self) -> None:
+        """Cut off a client that has read nothing since the timer was set; a slow one has its time again."""
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._num_unread:
+            self._start_write_timer()
+        else:
+            self.logger.warning("%s leaves its answer unread and is cut off", self.client)
+            self.transport.abort()
+
     def _refuse(self, error: HttpError) -> None:
         """Answer, take nothing more, and close; a little later, so that what is under way does not reset it."""
         self._is_refused = True
@@ -122,9 +151,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            # The answer to the request before this one is still being sent; another cannot stand within it.
-            self.transport.close()
-            return
+            if self.cycle.response_started or self.pipeline:
+                # An answer is being sent, or one to an earlier request is to come first; none can stand within it.
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # whoever serves it is told that nobody waits, and can send nothing
+            self.cycle.message_event.set()
         self.transport.write(refusal(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -1,16 +1,16 @@
 """Streamed answers as server-sent events: cumulative pieces as SGLang's, or what is new alone.
 
 A piece holds what there is when it can be sent, so a client that reads slowly gets fewer and larger ones and holds
-nobody up; one that reads nothing for ``limits.write_s`` is cut off, and its requests end. All pieces but the last have
-``finish_reason`` null; the last one is what the unstreamed answer would have been (its new part, where only that is
-asked for). ``cached_tokens`` is known with the last.
+nobody up; one that reads nothing at all loses its connection (unison.server.http_protocol), and its requests end.
+All pieces but the last have ``finish_reason`` null; the last one is what the unstreamed answer would have been (its
+new part, where only that is asked for). ``cached_tokens`` is known with the last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,20 +21,15 @@ from unison.server.answers import Tokens, answer_body, answer_text, certain_text
 from unison.server.body import wait_until_gone
 from unison.server.errors import HttpError, id_header
 from unison.server.front import Front
-from unison.server.http_protocol import CUT
 from unison.server.link import Answer, RequestFailed
 from unison.server.requests import Asked
 from unison.server.submission import Submitted, http_error
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
 LOG = logging.getLogger("unison.server")
 DONE: Final = b"data: [DONE]\n\n"
-
-
-class SlowReader(Exception):
-    """A client that leaves its answer unread."""
 
 
 class _SoFar:
@@ -99,7 +94,6 @@ class EventStream(Response):
         self._pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cut: Callable[[], None] = scope.get(CUT, lambda: None)
         pumps = [asyncio.create_task(self._pump(i)) for i in range(len(self._submitted.tickets))]
         leaving = asyncio.create_task(wait_until_gone(receive))
         sending = asyncio.create_task(self._send_all(send, len(pumps)))
@@ -107,11 +101,6 @@ class EventStream(Response):
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
-        except SlowReader:
-            LOG.warning(
-                "request %s: its client leaves the answer unread and is cut off", self._submitted.batch.request_id
-            )
-            cut()
         finally:
             self._submitted.abort(self._front)
             tasks = (*pumps, leaving, sending)
@@ -120,24 +109,15 @@ class EventStream(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_all(self, send: Send, num_open: int) -> None:
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while num_open:
             piece = await self._pieces.get()
             if piece is None:
                 num_open -= 1
             else:
-                await self._send_body(send, b"data: " + msgspec.json.encode(piece) + b"\n\n")
-        await self._send_body(send, DONE, more=False)
-
-    async def _send_body(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        await self._send(send, {"type": "http.response.body", "body": body, "more_body": more})
-
-    async def _send(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._front.config.limits.write_s):
-                await send(message)
-        except TimeoutError:
-            raise SlowReader from None
+                data = b"data: " + msgspec.json.encode(piece) + b"\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _pump(self, place: int) -> None:
         """Hand one copy's pieces over, and a mark that there are no more."""

@@ -90,6 +90,7 @@ class Updates:
         self._reasons: dict[int, str] = {}
         self._checksum: tuple[int, str] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def open(self) -> OpenUpdate | None:
@@ -108,7 +109,11 @@ class Updates:
 
     async def alone(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` while nothing else is done about updates; to its end even if whoever asked is gone."""
-        return await asyncio.shield(asyncio.create_task(self._alone(what, work)))
+        task = asyncio.create_task(self._alone(what, work))
+        # An event loop alone does not keep a task that nobody awaits any more.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     async def _alone(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -177,8 +182,9 @@ class Updates:
         label = self._versions.name(update.version, update.label)
         try:
             result = await self._guarded(update, CommitUpdate(update.version), self._lease_s)
-        except CommandFailed:
-            if self._link.version != update.version:
+        except CommandFailed as error:
+            # One that did not answer may commit it yet.
+            if error.kind != "unavailable":
                 self._versions.forget(update.version)
             raise
         self._end(update)
@@ -204,13 +210,12 @@ class Updates:
         """Call the present weights by another name from the next token on."""
         if self.open is not None:
             raise CommandFailed("state", f"an update to version {self.open.version} is open; end or abort it first")
-        before, checksum = self._link.version, self.checksum
-        version = before + 1
+        version, checksum = self._link.version + 1, self.checksum
         self._versions.name(version, label)
         try:
             await self._link.command(BumpVersion(version))
-        except CommandFailed:
-            if self._link.version == before:
+        except CommandFailed as error:
+            if error.kind != "unavailable":
                 self._versions.forget(version)
             raise
         self._checksum = (version, checksum)
@@ -264,7 +269,9 @@ class Updates:
             reason = self._lapsed(update)
             if reason is None or self._lock.locked():
                 continue
-            await self.alone("the watch over updates", lambda: self._abort_lapsed(update))
+            # Where another call came first, there is a next time.
+            with contextlib.suppress(CommandFailed):
+                await self.alone("the watch over updates", lambda: self._abort_lapsed(update))
 
     async def _abort_lapsed(self, update: OpenUpdate) -> None:
         reason = self._lapsed(update)

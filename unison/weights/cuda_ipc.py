@@ -12,7 +12,7 @@ from torch import Tensor
 from unison.core.errors import WeightUpdateError
 
 _Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=4096)]
-_Bytes = Annotated[int, Meta(ge=0, lt=1 << 63)]
+_Bytes = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from unison.weights.version_files import (
     new_folder,
     open_regular,
     read_manifest,
+    remove_folder,
     verify_files,
 )
 
@@ -182,36 +181,46 @@ def stage_from_disk(
     rotary frequencies that old folders carry are checked and left out. Raises WeightUpdateError for whatever cannot be
     used; nothing but safetensors and deltas is read.
     """
-    if path.is_file() and path.name.endswith(".delta"):
-        with open_delta(path) as delta:
+    try:
+        file = _delta_at(path)
+        if file is None:
+            return _stage_folder(transaction, path, spec)
+        with open_delta(file) as delta:
             return _stage_delta(transaction, delta, live, live_version, live_checksum)
+    except ModelError as error:
+        raise WeightUpdateError(str(error)) from error
+    except OSError as error:
+        # A folder that is removed, or a share that goes away, while it is read.
+        raise WeightUpdateError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _delta_at(path: Path) -> Path | None:
+    """The delta that ``path`` is or holds; None for a folder without one."""
+    if path.is_file() and path.name.endswith(".delta"):
+        return path
     if not path.is_dir():
         what = "is a single file" if path.exists() else "does not exist"
         raise WeightUpdateError(f"{path} {what}; a folder of safetensors files or a delta is needed")
-    if (path / DELTA_FILE).exists():
-        if any(path.glob("*.safetensors")):
-            raise WeightUpdateError(f"{path} holds both safetensors and {DELTA_FILE}; it is to hold one of them")
-        with open_delta(path / DELTA_FILE) as delta:
-            return _stage_delta(transaction, delta, live, live_version, live_checksum)
-    return _stage_folder(transaction, path, spec)
+    if not (path / DELTA_FILE).exists():
+        return None
+    if any(path.glob("*.safetensors")):
+        raise WeightUpdateError(f"{path} holds both safetensors and {DELTA_FILE}; it is to hold one of them")
+    return path / DELTA_FILE
 
 
 def _stage_folder(transaction: Stager, folder: Path, spec: DecoderSpec | None) -> Staged:
     manifest = read_manifest(folder)
     refuse_pickled(folder)
     num_tensors = num_bytes = 0
-    try:
-        if manifest is not None:
-            verify_files(folder, manifest)
-        for name, tensor in stream_tensors(folder):
-            if spec is not None and name.endswith(".rotary_emb.inv_freq"):
-                check_frequencies(name, tensor, spec)
-                continue
-            transaction.stage(name, tensor)
-            num_tensors += 1
-            num_bytes += tensor.nbytes
-    except ModelError as error:
-        raise WeightUpdateError(str(error)) from error
+    if manifest is not None:
+        verify_files(folder, manifest)
+    for name, tensor in stream_tensors(folder):
+        if spec is not None and name.endswith(".rotary_emb.inv_freq"):
+            check_frequencies(name, tensor, spec)
+            continue
+        transaction.stage(name, tensor)
+        num_tensors += 1
+        num_bytes += tensor.nbytes
     if manifest is None:
         return Staged(None, None, num_tensors, num_bytes)
     return Staged(manifest.version, manifest.checksum, num_tensors, num_bytes)
@@ -271,17 +280,12 @@ def prune(folder: Path, keep: int) -> list[Path]:
     for version in list(kept):
         kept |= _chain_to_whole(versions, version)
     gone = [path for version, path in versions.items() if version not in kept]
-    gone += [path for path in leftovers(folder) if time.time() - path.stat().st_mtime > _FORGOTTEN_S]
+    gone += leftovers(folder, _FORGOTTEN_S)
     for path in gone:
-        # Renamed first: a reader never finds a version that is half there.
-        doomed = path.with_name(f".part-removed-{path.name}")
         try:
-            path.rename(doomed)
-        except FileNotFoundError:
-            continue
+            remove_folder(path)
         except OSError as error:
             raise WeightUpdateError(f"{path} cannot be removed: {error.strerror}") from error
-        shutil.rmtree(doomed, ignore_errors=True)
     return gone
 
 

@@ -48,11 +48,9 @@ PER_RANK: Final = frozenset(
         "sglang.srt.model_executor.model_runner_components.weight_updater.LocalSerializedTensor",
     }
 )
-DTYPE_SYMBOLS: Final = {
-    f"torch.{name}": name
-    for name in ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2")
-    + ("uint8", "int8", "int16", "int32", "int64", "bool")
-}
+_FLOATS: Final = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2")
+_OTHERS: Final = ("uint8", "int8", "int16", "int32", "int64", "bool")
+DTYPE_SYMBOLS: Final = {f"torch.{name}": name for name in (*_FLOATS, *_OTHERS)}
 _CALLABLE: Final = {SIZE, REBUILD_TENSOR, REBUILD_TYPED_STORAGE, REBUILD_STORAGE_FILENAME, *REBUILD_CUDA}
 _MADE_EMPTY: Final = BUCKET_ENTRY | PER_RANK
 """Classes whose instances are made without arguments and then filled with a dictionary of their fields."""

@@ -35,7 +35,7 @@ _MAX_DIMENSIONS: Final = 8
 _MAX_NAME_CHARS: Final = 1024
 _MAX_SIZE: Final = 1 << 48
 _NAME: Final = re.compile(r"/?(torch_[0-9]{1,20}_[0-9]{1,20}_[0-9]{1,20})")
-_MANAGER: Final = re.compile(r"/[^\0]{0,64}/torch-shm-dir-[A-Za-z0-9]{1,32}/manager\.sock")
+_MANAGER: Final = re.compile(r"/[^\0]{0,100}/torch-shm-dir-[A-Za-z0-9]{1,32}/manager\.sock")
 _LOAD_FORMATS: Final = (None, "direct", "flattened_bucket")
 _ITEM_BYTES: Final[dict[str, int]] = {name: getattr(torch, name).itemsize for name in pickled.DTYPE_SYMBOLS.values()}
 
@@ -380,7 +380,7 @@ def _mapped(memory: mmap.mmap) -> Tensor:
 def release(tensors: Sequence[Foreign]) -> None:
     """Tell the sender that its tensors were read; else it keeps their memory until it ends.
 
-    Once for each list of ``decode_tensors``, when they are no longer needed. Memory that is gone already is passed over.
+    Once for each list of ``decode_tensors``, when they are needed no more. Memory that is gone already is passed over.
     """
     sharings = {id(tensor.sharing): tensor for tensor in tensors if isinstance(tensor, ForeignTensor)}
     for tensor in sharings.values():

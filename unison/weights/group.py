@@ -77,23 +77,24 @@ class Group:
         deadline = time.monotonic() + timeout_s
         if flattened:
             last = max((entry.offset + entry.num_bytes for entry in layout.entries), default=0)
-            self._receive(memory[: layout.num_bytes], memory[:last], deadline)
-            return
-        for entry in layout.entries:
+            whole = self._receive(memory[: layout.num_bytes], memory[:last], deadline)
+        else:
             # Bytes, not values: what is on the way does not depend on the dtype, and offsets need no alignment.
-            piece = memory[entry.offset : entry.offset + entry.num_bytes]
-            self._receive(piece, piece, deadline)
+            pieces = [memory[entry.offset : entry.offset + entry.num_bytes] for entry in layout.entries]
+            # All of them, even after one that fell short: the sender waits until it has sent the last.
+            whole = all([self._receive(piece, piece, deadline) for piece in pieces])
+        if not whole:
+            raise WeightUpdateError(
+                f"group {self.name!r}: rank 0 sent fewer bytes than its layout says, or a tensor that ends with NaN"
+            )
 
-    def _receive(self, memory: Tensor, tensors: Tensor, deadline: float) -> None:
-        """``tensors``: the part of ``memory`` that ends with a tensor."""
+    def _receive(self, memory: Tensor, tensors: Tensor, deadline: float) -> bool:
+        """Whether as many bytes came as ``memory`` has; ``tensors`` is the part of it that ends with a tensor."""
         tail = tensors[-_TAIL_BYTES:]
         tail.fill_(_NO_BYTE)
         self._broadcast(memory, deadline)
         # A message that is too short is taken without a word, and leaves the end as it was.
-        if len(tail) and bool((tail == _NO_BYTE).all()):
-            raise WeightUpdateError(
-                f"group {self.name!r}: rank 0 sent fewer than {len(memory)} bytes, or a tensor that ends with NaN"
-            )
+        return not len(tail) or bool((tail != _NO_BYTE).any())
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Memory to receive into, kept for the next bucket."""

@@ -65,7 +65,7 @@ def apply_delta_to_folder(local_dir: Path, source_dir: Path, target_version: int
             if route.start == local_dir and not route.deltas:
                 return written(local_dir, route.manifest)
             return _write_target(stack, route, local_dir, here, target_version)
-        except (ModelError, SafetensorError) as error:
+        except (ModelError, SafetensorError, OSError) as error:
             raise WeightUpdateError(f"{local_dir} stays as it is: {error}") from error
 
 

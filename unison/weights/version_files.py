@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final, Literal
@@ -199,9 +200,22 @@ def free_bytes(path: Path) -> int:
     return -1
 
 
-def leftovers(root: Path) -> list[Path]:
-    """Folders that writers began and never finished, or are at work on."""
-    return list(root.glob(f"{_PART}*"))
+def leftovers(root: Path, min_age_s: float) -> list[Path]:
+    """Folders that writers began, and have not touched for ``min_age_s``."""
+    found = []
+    for path in root.glob(f"{_PART}*"):
+        with contextlib.suppress(FileNotFoundError):  # finished just now
+            if time.time() - path.stat().st_mtime > min_age_s:
+                found.append(path)
+    return found
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a version: renamed first, so that a reader never finds one that is half there."""
+    doomed = Path(tempfile.mkdtemp(prefix=f"{_PART}removed-", dir=path.parent))
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def _check_room(target: Path, needed_bytes: int) -> None:

@@ -36,6 +36,9 @@ class Control:
     def __init__(self, endpoint: Endpoint, *, is_local: bool) -> None:
         self.endpoint = endpoint
         self._sender = {"pid": os.getpid()} if is_local else None
+        self._engine_pid = 0
+        self._registered: set[tuple[int, str]] = set()
+        """(pid of an engine process, layout that it knows): one that was started anew knows none."""
 
     async def info(self, timeout_s: float = _SHORT_S) -> dict[str, Any]:
         """``/server_info`` as it is."""
@@ -45,14 +48,24 @@ class Control:
         return found
 
     async def status(self, timeout_s: float) -> WeightsStatus:
-        return self._typed(await self.endpoint.get("/weights/status", timeout_s), WeightsStatus)
+        status = self._typed(await self.endpoint.get("/weights/status", timeout_s), WeightsStatus)
+        self._engine_pid = status.pid
+        return status
 
     async def begin(self, number: int, label: str, timeout_s: float) -> None:
         body = {"version": number, "label": label, "target": "base", "sender": self._sender, "timeout_s": timeout_s}
         await self.endpoint.post("/weights/begin", body, timeout_s)
 
     async def register(self, layout: BufferLayout, timeout_s: float) -> None:
-        await self.endpoint.post("/weights/layout", {"layout": layout}, timeout_s)
+        """Have the engine know a layout by its id; said once to each engine process."""
+        known = (self._engine_pid, layout.layout_id)
+        if known not in self._registered:
+            await self.endpoint.post("/weights/layout", {"layout": layout}, timeout_s)
+            self._registered.add(known)
+
+    def forget_layouts(self) -> None:
+        """The engine knows less than was thought."""
+        self._registered.clear()
 
     async def stage(self, number: int, transport: str, body: dict[str, Any], timeout_s: float) -> None:
         await self.endpoint.post("/weights/stage", {"version": number, "transport": transport, **body}, timeout_s)

@@ -88,16 +88,7 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         reader, writer = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                self._launch.command(self._cores, writer),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(writer,),
-                # Ctrl-C is for the run, which saves itself first and then ends its servers.
-                start_new_session=True,
-                env=self._environment(),
-            )
+            self._process = self._spawn(writer)
             os.close(writer)
             writer = -1
             return await self._ready(reader)
@@ -145,6 +136,24 @@ class ServerProcess:
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, end - _NUM_LOG_CHARS))
         return str(self._log.read().decode("utf-8", "replace")).strip()
+
+    def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
+        # A process inherits the cores of the thread that starts it, and may be given others than the trainer's.
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores or own)
+        try:
+            return subprocess.Popen(
+                self._launch.command(self._cores, ready_fd),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(ready_fd,),
+                # Ctrl-C is for the run, which saves itself first and then ends its servers.
+                start_new_session=True,
+                env=self._environment(),
+            )
+        finally:
+            os.sched_setaffinity(0, own)
 
     def _environment(self) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

@@ -54,12 +54,11 @@ class HandleTransport:
 async def stage_layout(
     control: Control, number: int, transport: str, layout: BufferLayout, body: dict[str, object], timeout_s: float
 ) -> None:
-    """Stage by the layout's id, and register the layout where the server does not know it."""
-    named = {**body, "layout_id": layout.layout_id}
+    """Stage by the layout's id, which the server is told once."""
+    await control.register(layout, timeout_s)
     try:
-        await control.stage(number, transport, named, timeout_s)
-    except RefusedError as error:
-        if "unknown layout" not in str(error):
-            raise
-        await control.register(layout, timeout_s)
-        await control.stage(number, transport, named, timeout_s)
+        await control.stage(number, transport, {**body, "layout_id": layout.layout_id}, timeout_s)
+    except RefusedError:
+        # Perhaps of an engine process that was started anew meanwhile: the next try says all of it again.
+        control.forget_layouts()
+        raise

@@ -158,13 +158,19 @@ class EngineConnection:
             how = await self._serve()
             self.last_death = how
             print(f"engine process {how}", file=sys.stderr, flush=True)
-            # Its reset or half-written weights are nothing to go on from; a shadow that is complete is.
-            lost = self._state == "weights_invalid" or (self._setup.staging == "in_place" and self.version > 0)
+            lost = self._weights_are_lost()
             self._setup = msgspec.structs.replace(self._setup, weights_lost=lost)
             self._state = "restarting"
             self._give_up_all(f"the engine process {how}")
             if not await self._restart():
                 return
+
+    def _weights_are_lost(self) -> bool:
+        """Whether nothing is left of the version that was committed last: a shadow outlives the process, unless it
+        was overwritten or given back; the folder's own weights can be loaded again."""
+        if self._setup.staging == "in_place":
+            return self.version > 0
+        return self._beat.state == "weights_invalid" or "weights" in self._beat.released
 
     async def _restart(self) -> bool:
         now = time.monotonic()

@@ -90,7 +90,7 @@ def build_host(setup: Setup, channel: Channel[ToEngine]) -> tuple[Host, EngineIn
 def _arenas(setup: Setup, layout: ArenaLayout) -> tuple[Arena, ...]:
     """Both copies of the weights, in the front end's memory; under in_place the one there is, in this process's."""
     if not setup.segments:
-        return (Arena(layout),)
+        return (Arena(layout, mmap.mmap(-1, layout.num_bytes)),)
     return tuple(Arena(layout, mmap.mmap(fd, setup.segment_bytes)) for fd in setup.segments)
 
 

@@ -81,6 +81,7 @@ class Arena:
         Raises WeightUpdateError where the memory is too small, or cannot be written.
         """
         self.layout = layout
+        self._pages = memory if isinstance(memory, mmap.mmap) else None
         self.flat = _flat(torch.empty(layout.num_bytes, dtype=torch.uint8) if memory is None else memory, layout)
         whole = self.flat.view(layout.dtype)
         self.parameters = {name: _view(whole, shape, offset) for name, (shape, offset) in layout.parameters.items()}
@@ -96,6 +97,17 @@ class Arena:
         """Make the arena's views the weights of ``model``; the memory they had before is given up."""
         for name, parameter in model.named_parameters():
             parameter.data = self.parameters[name]
+
+    def release(self) -> int:
+        """Give the pages back to the system, for all processes that share them; the bytes that went.
+
+        The views stay, and read as zeros. Raises WeightUpdateError for memory that is no mapping of its own.
+        """
+        if self._pages is None:
+            raise WeightUpdateError("this memory cannot be given back piece by piece; an arena over a mapping can")
+        # Removed from the file behind a shared mapping, for whom dropping one's own view would free nothing.
+        self._pages.madvise(mmap.MADV_REMOVE)
+        return self.layout.num_bytes
 
     def holds(self, model: Decoder) -> bool:
         """Whether the weights of ``model`` lie here."""

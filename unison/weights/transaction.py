@@ -208,7 +208,8 @@ class WeightStore:
     def discard(self) -> int:
         """Free the weights, their second copy and what is derived; the bytes of both copies. See ``invalidate``.
 
-        Parameters keep their shapes over a single element. Raises WeightUpdateError while an update is open.
+        Parameters keep their shapes, over a single element or, in arenas, over pages that come back empty when they are
+        touched. Raises WeightUpdateError while an update is open.
         """
         with self.lock:
             if self._open is not None:
@@ -216,6 +217,8 @@ class WeightStore:
                     f"update to version {self._open.version} is open; commit or abort it before its weights go"
                 )
             self.invalidate()
+            if self._arenas:
+                return sum(arena.release() for arena in self._arenas)
             freed = self.num_bytes * (1 if self._spare is None else 2)
             self._spare = None
             for parameter in self.model.parameters():
@@ -225,6 +228,8 @@ class WeightStore:
     def restore(self) -> None:
         """Memory for weights that were discarded, with nothing in it yet."""
         with self.lock:
+            if self._arenas:
+                return
             for parameter in self.model.parameters():
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 

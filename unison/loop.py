@@ -389,6 +389,7 @@ class Run:
             )
 
     def close(self) -> None:
+        self._tell_events()
         self.checkpoints.close()
         self.parts.reward.close()
         self.parts.evaluation.close()

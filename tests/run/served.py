@@ -57,8 +57,13 @@ def engines(root: int | None = None) -> list[int]:
     return [pid for pid, words in descendants(root or os.getpid()).items() if "engine_process" in words]
 
 
+SEEN: set[int] = set()
+"""Every process of servers that a test has looked at: none of them may outlive its run."""
+
+
 def kill(pids: list[int]) -> None:
     assert pids, "there is nothing to kill"
+    SEEN.update(servers(), engines())
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.loop.test_run_training import make_config
-from tests.run.served import at, engines, kill, servers, train, wait_until_gone
+from tests.run.served import SEEN, at, engines, kill, servers, train, wait_until_gone
 from unison.config.dump import dump_toml
 from unison.config.load import load_config
 from unison.core.errors import ConfigError, RunInterrupted
@@ -40,6 +40,7 @@ def assert_same(found: RunResult, expected: RunResult) -> None:
     assert (found.folder / "ledger.jsonl").read_bytes() == (expected.folder / "ledger.jsonl").read_bytes()
     assert timeless(found) == timeless(expected)
     assert servers() == engines() == []
+    wait_until_gone(list(SEEN))
 
 
 def timeless(result: RunResult) -> dict[int, dict[str, float]]:

@@ -247,6 +247,9 @@ class Fleet:
                 task.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
         self._watchers = [asyncio.create_task(self._keeper.watch(member)) for member in self.members]
+        whose = "started for the run" if self._plan.processes else "that run already"
+        urls = ", ".join(member.endpoint.url for member in self.members)
+        self.notes = [*self.notes, f"samples come from {len(self.members)} servers {whose}: {urls}"]
 
     async def _find(self, member: Member) -> None:
         """Start or reach one server, and bring it to the run's first weights. Raises ConfigError, ServerError."""
@@ -277,16 +280,20 @@ class Fleet:
 
     async def _publish(self, update: Update) -> None:
         deadline = time.monotonic() + self._config.update_s
-        for attempt_left in reversed(range(_NUM_TRIES)):
+        num_tries = 0
+        while True:
             await self._some_usable(deadline)
             async with self._keeper.lock:
                 await self._resume()
                 members = [member for member in self.members if member.state in ("ready", "doubted")]
+                if not members:
+                    continue
+                num_tries += 1
                 try:
                     prepared = await self._publisher.prepare(members, update)
                 except WeightUpdateError as error:
                     self._keeper.events.append(str(error))
-                    if not attempt_left:
+                    if num_tries >= _NUM_TRIES:
                         self._doubt_all("a weight update failed")
                         raise
                     continue

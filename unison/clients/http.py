@@ -134,7 +134,8 @@ async def attempt(endpoint: Endpoint, call: Call) -> Piece:
         if error.kind != "non_finite":
             raise
         broken = read_answer(error.content, endpoint.url)
-        raise NonFiniteLogitsError(str(error), [make_output(broken, request, call.seed, endpoint.url)]) from error
+        words = str(error).replace(call.rid, request.request_id)
+        raise NonFiniteLogitsError(words, [make_output(broken, request, call.seed, endpoint.url)]) from error
     return as_piece(answer, request, call.seed, endpoint.url)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 from unison.clients.control import WeightsStatus
 from unison.clients.endpoint import BusyError, LostError, RefusedError
@@ -128,11 +129,23 @@ class Keeper:
         if status.state != "released" and not self.holds_present(status):
             was = f"it holds version {status.label}" if status.state != "weights_invalid" else "its weights are invalid"
             self.fence(member, f"{was}, and version {self.present.version} is the present one")
-            await self._publisher.catch_up(member, self.present)
+            await self._while_heard(member, self._publisher.catch_up(member, self.present))
         if member.state == "fenced" and member.was_ready:
             self.events.append(f"{member.name} is given requests again, with version {self.present.version}")
         member.state, member.reason, member.was_ready = "ready", "", True
         self.changed.set()
+
+    async def _while_heard(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
+        """Do something long with one server. Raises LostError where it falls silent: others wait for the lock."""
+        task = asyncio.get_running_loop().create_task(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_BEAT_S))[0]:
+                with suppress(BusyError):
+                    await member.link.status(self._silence_s)
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def holds_present(self, status: WeightsStatus) -> bool:
         labels = (self.present.label, "default") if self.present.version == 0 else (self.present.label,)

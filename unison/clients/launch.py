@@ -80,7 +80,12 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        if self._process is None:
+            return True
+        # It stays unburied until ``kill``: so long nobody else is given its number.
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return True
 
     async def start(self) -> str:
         """Start it, or start it anew; its url once it can serve. Raises ServerError with its last words."""
@@ -101,25 +106,22 @@ class ServerProcess:
                 os.close(writer)
 
     def ask_to_stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-                # One that was stopped would not hear of it.
-                self._process.send_signal(signal.SIGCONT)
+        if self._process is not None and not self.has_ended:
+            os.kill(self._process.pid, signal.SIGTERM)
+            # One that was stopped would not hear of it.
+            os.kill(self._process.pid, signal.SIGCONT)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Ask it to end, and kill it where it does not."""
         self.ask_to_stop()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
+        self._await_end(grace_s)
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, and whatever belongs to its session."""
+        """End it at once, with all that it has started."""
         if self._process is not None:
-            # The group outlives its leader, so it is killed even where that is gone.
-            family = _session_members(self._process.pid)
+            # Looked for first: what it has started is nobody's once it is gone.
+            family = _family(self._process.pid)
             for pid in (self._process.pid, *family):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -181,21 +183,29 @@ class ServerProcess:
         except msgspec.MsgspecError as error:
             raise ServerError(f"a server said {line[:200]!r} instead of its url: {error}") from error
 
+    def _await_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.has_ended and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 2)
+
     def _wait_words(self) -> str:
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
+        self._await_end(_GRACE_S)
         return self.last_words() or "it said nothing"
 
 
-def _session_members(leader: int) -> list[int]:
-    """Processes of the session that ``leader`` began, by what the kernel says of each."""
-    found = []
+def _family(leader: int) -> list[int]:
+    """Processes of the session that ``leader`` began, and all that descend from it, as the kernel tells of each."""
+    parents: dict[int, int] = {}
+    sessions: dict[int, int] = {}
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 # pid (comm) state ppid pgrp session; comm may hold anything, so counted from its end.
-                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-                if session == leader and entry.name != str(leader):
-                    found.append(int(entry.name))
-    return found
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)], sessions[int(entry.name)] = int(fields[1]), int(fields[3])
+    found = {pid for pid, session in sessions.items() if session == leader} - {leader}
+    frontier = {leader, *found}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return sorted(found - {leader})

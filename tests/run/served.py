@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(model: Path, folder: Path, server: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunResult:
+def train(model: Path, folder: Path, server: dict[str, Any] | None = None, /, **sections: dict[str, Any]) -> RunResult:
     """In this process where ``server`` is None, else with the servers that it describes."""
     merged = {name: {**SETTINGS.get(name, {}), **sections.get(name, {})} for name in {*SETTINGS, *sections}}
     if server is not None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,23 @@ def test_a_killed_run_takes_its_servers_with_it(model: Path, tmp_path: Path) -> 
     run.kill()
     run.wait()
     wait_until_gone(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_while_its_servers_start_leaves_none(model: Path, tmp_path: Path, number: int) -> None:
+    config = make_config(model, tmp_path / "run", rollout={"engine": "server"}, server={"count": 2})
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    words = [sys.executable, "-m", "unison.cli.main", "train", str(tmp_path / "config.toml")]
+    run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(family := servers(run.pid)) < 2:
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(number)
+    run.wait(30)
+    wait_until_gone(family + engines())
+    assert not (tmp_path / "run" / "config.toml").exists()
 
 
 @pytest.mark.parametrize(

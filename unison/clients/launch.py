@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ class ServerProcess:
         self._cores = tuple(cores)
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
+        self._burying = threading.Lock()
+        """An interrupted start and the fleet's end may meet here."""
+        self.url = ""
+        """Where it answers, once it does."""
         self.key = key or secrets.token_urlsafe(24)
 
     @property
@@ -80,11 +85,12 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        if self._process is None:
+        process = self._process
+        if process is None:
             return True
         # It stays unburied until ``kill``: so long nobody else is given its number.
         with contextlib.suppress(ChildProcessError):
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         return True
 
     async def start(self) -> str:
@@ -96,7 +102,8 @@ class ServerProcess:
             self._process = self._spawn(writer)
             os.close(writer)
             writer = -1
-            return await self._ready(reader)
+            self.url = await self._ready(reader)
+            return self.url
         except BaseException:
             self.kill()
             raise
@@ -106,10 +113,12 @@ class ServerProcess:
                 os.close(writer)
 
     def ask_to_stop(self) -> None:
-        if self._process is not None and not self.has_ended:
-            os.kill(self._process.pid, signal.SIGTERM)
+        process = self._process
+        if process is not None and not self.has_ended:
             # One that was stopped would not hear of it.
-            os.kill(self._process.pid, signal.SIGCONT)
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Ask it to end, and kill it where it does not."""
@@ -119,25 +128,26 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End it at once, with all that it has started."""
-        if self._process is not None:
-            # Looked for first: what it has started is nobody's once it is gone.
-            family = _family(self._process.pid)
-            for pid in (self._process.pid, *family):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        with self._burying:
+            process, self._process = self._process, None
+            log, self._log = self._log, None
+            if process is not None:
+                # Looked for first: what it has started is nobody's once it is gone.
+                for pid in (*_family(process.pid), process.pid):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                process.wait()
+            if log is not None:
+                log.close()
 
     def last_words(self) -> str:
         """The end of what it wrote."""
-        if self._log is None:
-            return ""
-        end = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, end - _NUM_LOG_CHARS))
-        return str(self._log.read().decode("utf-8", "replace")).strip()
+        with self._burying:
+            if self._log is None:
+                return ""
+            # Read without moving the place at which the process writes: it is the same file to both.
+            start = max(0, os.fstat(self._log.fileno()).st_size - _NUM_LOG_CHARS)
+            return os.pread(self._log.fileno(), _NUM_LOG_CHARS, start).decode("utf-8", "replace").strip()
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         # A process inherits the cores of the thread that starts it, and may be given others than the trainer's.

@@ -142,7 +142,7 @@ def test_a_killed_run_takes_its_servers_with_it(model: Path, tmp_path: Path) -> 
     run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.stdout is not None
     for line in run.stdout:
-        if line.startswith("step 2/"):
+        if line.startswith("step") and line.split("/")[0].split()[-1] == "2":
             break
     family = servers(run.pid) + engines(run.pid)
     assert len(family) == 2

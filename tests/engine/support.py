@@ -57,8 +57,9 @@ def check_pages(engine: Engine) -> None:
     engine.check()
     sequences = engine.scheduler.running
     held = {page for sequence in sequences for page in sequence.pages}
+    ahead = int(engine.config.overlap)  # the page of the next token, where a step is planned before it is drawn
     for sequence in sequences:
-        fewest, most = (engine.pool.pages_for(n) for n in (sequence.num_cached, len(sequence.token_ids)))
+        fewest, most = (engine.pool.pages_for(n) for n in (sequence.num_cached, len(sequence.token_ids) + ahead))
         assert fewest <= len(sequence.pages) <= most
     assert all(not sequence.pages for sequence in engine.scheduler.waiting)
     nodes = list(engine.cache._roots.values()) if engine.cache is not None else []

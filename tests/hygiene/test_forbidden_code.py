@@ -49,6 +49,10 @@ BROAD_HANDLERS = {
     "unison/processes/worker.py:main": "the reason why the pool cannot be opened, and raised there",
     "unison/rollout/functions.py:_Contained.__call__": "the sample fails, with the reason, and is counted",
     "unison/server/app.py:_endpoint.call": "logged under an id, and answered as a 500 that names it",
+    "unison/server/desk.py:UpdateDesk._on_main.run": "raised in the thread that waits for it",
+    "unison/server/engine_process.py:main": "printed, and the process ends; the next one is started",
+    "unison/server/host.py:Host._step": "printed, told to the requests it cost, and a series of them ends the process",
+    "unison/server/replies.py:answered": "printed, and told to whoever sent the command",
     "unison/server/streaming.py:EventStream._pump": "logged, and told to the client as the last event",
     "unison/rewards/combined.py:call": "the samples become unscorable, with the reason, and are counted",
 }

@@ -93,8 +93,9 @@ def test_both_kinds_of_ends_understand_each_other() -> None:
         ours, theirs = socket.socketpair()
         channel: Channel[list[int]] = Channel(theirs, list[int])
         link: AsyncChannel[list[int]] = await AsyncChannel.open(ours, list[int])
-        await asyncio.to_thread(channel.send, list(range(300_000)))
+        sending = asyncio.create_task(asyncio.to_thread(channel.send, list(range(300_000))))
         first = await link.receive()
+        await sending
         link.send([7])
         answer = await asyncio.to_thread(channel.receive, 5.0)
         theirs.close()

@@ -47,6 +47,20 @@ class Served:
     def engine_pid(self) -> int:
         return int(self.get("/weights/status")[1]["pid"])
 
+    def strike_engine(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send the engine process a signal, and wait until the front end has seen it; the restarts before it."""
+        status = self.get("/weights/status")[1]
+        os.kill(status["pid"], number)
+        return int(status["num_restarts"])
+
+    def wait_for_restart(self, num_before: int, state: str = "running") -> None:
+        """Wait until another process than that of ``num_before`` serves."""
+        until = time.monotonic() + START_S
+        while self.get("/weights/status")[1]["num_restarts"] == num_before:
+            assert time.monotonic() < until, self.get("/weights/status")
+            time.sleep(0.05)
+        self.wait_until(state)
+
     def wait_until(self, state: str, timeout_s: float = START_S) -> None:
         until = time.monotonic() + timeout_s
         while self.get("/weights/status")[1]["state"] != state:

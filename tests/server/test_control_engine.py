@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,11 @@ import httpx
 import msgspec
 import pytest
 import torch
+import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import TinyModelDir
+from tests.weights.foreign_sender import bucket, serialised
 from unison.config.schema import EngineConfig
 from unison.config.serving import ServeConfig
 from unison.core.sampling import SamplingParams
@@ -26,7 +30,6 @@ from unison.models.registry import read_spec
 from unison.processes.shared_memory import Segment
 from unison.server.app import create_app
 from unison.server.connection import EngineConnection
-from unison.server.control import CONTROL_ROUTES
 from unison.server.front import Front
 from unison.server.messages import Setup
 from unison.server.routes import ROUTES
@@ -113,9 +116,7 @@ def serve(folder: Path, scenario: Callable[[Server], Awaitable[None]], **setting
         link = EngineConnection(setup, start_s=60, hang_s=60)
         await link.start()
         front = Front(link, config, Tokenizer.from_folder(folder), Versions())
-        transport = httpx.ASGITransport(
-            create_app(front, tuple({r.path: r for r in (*ROUTES, *CONTROL_ROUTES)}.values()))
-        )
+        transport = httpx.ASGITransport(create_app(front, ROUTES))
         tensors = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
             try:
@@ -181,6 +182,8 @@ def test_an_update_in_pieces_while_requests_are_held_aborts_none_and_mixes_nothi
             info = answer["meta_info"]
             assert info["finish_reason"]["type"] == "length"
             assert len(answer["output_ids"]) == 200 == len(info["output_token_logprobs"])
+            labels = [span["version"] if isinstance(span, dict) else span[0] for span in info["weight_versions"]]
+            assert labels == ["default", "2"]
         assert (await late)["meta_info"]["weight_version"] == "2"
         for segment in held:
             segment.close()
@@ -188,7 +191,7 @@ def test_an_update_in_pieces_while_requests_are_held_aborts_none_and_mixes_nothi
     serve(tiny_model_dir(), scenario)
 
 
-@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("flattened", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_slime_like_trainer_over_a_process_group(
     tiny_model_dir: TinyModelDir, tmp_path: Path, flattened: bool
 ) -> None:
@@ -237,6 +240,7 @@ def test_a_slime_like_trainer_over_a_process_group(
     serve(tiny_model_dir(), scenario)
 
 
+@pytest.mark.slow
 def test_a_verl_like_trainer_over_a_folder_and_a_damaged_one(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         new = changed(server.tensors, 0.75)
@@ -260,6 +264,7 @@ def test_a_verl_like_trainer_over_a_folder_and_a_damaged_one(tiny_model_dir: Tin
     serve(tiny_model_dir(), scenario)
 
 
+@pytest.mark.slow
 def test_a_miles_like_trainer_retracts_and_every_request_ends_whole(
     tiny_model_dir: TinyModelDir, tmp_path: Path
 ) -> None:
@@ -280,23 +285,26 @@ def test_a_miles_like_trainer_retracts_and_every_request_ends_whole(
     serve(tiny_model_dir(), scenario)
 
 
+@pytest.mark.slow
 def test_a_colocated_trainer_releases_trains_and_pushes(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         new = changed(server.tensors, 1.1)
         wanted = expected(server.folder, new, tmp_path / "new")
         freed = (await server.ok("/release_memory_occupation"))["freed_bytes"]
         assert set(freed) == {"weights", "kv_cache"} and all(freed.values())
-        answer = await server.http.post("/generate", json={"input_ids": PROMPT})
-        assert answer.status_code == 503
+        early = asyncio.create_task(server.sample())
         await server.ok("/resume_memory_occupation", tags=["weights"])
         await server.ok("/update_weights_from_disk", model_path=str(tmp_path / "new"), weight_version="1")
         await server.ok("/resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
-        answer = await server.sample()
-        assert (answer["output_ids"], log_probs(answer)) == wanted
+        # What was asked while there was nothing to compute with has waited.
+        for answer in (await early, await server.sample()):
+            assert (answer["output_ids"], log_probs(answer)) == wanted
+            assert answer["meta_info"]["weight_version"] == "1"
 
     serve(tiny_model_dir(), scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staging", ["shadow", "in_place"])
 def test_an_update_that_its_engine_dies_in_is_told_and_can_be_made_anew(
     tiny_model_dir: TinyModelDir, tmp_path: Path, staging: str
@@ -324,6 +332,7 @@ def test_an_update_that_its_engine_dies_in_is_told_and_can_be_made_anew(
     serve(tiny_model_dir(), scenario, staging=staging)
 
 
+@pytest.mark.slow
 def test_an_abort_that_waits_answers_after_the_requests(tiny_model_dir: TinyModelDir) -> None:
     async def scenario(server: Server) -> None:
         tasks = [asyncio.create_task(server.sample(200, [*PROMPT, i])) for i in range(6)]
@@ -340,6 +349,7 @@ def test_an_abort_that_waits_answers_after_the_requests(tiny_model_dir: TinyMode
     serve(tiny_model_dir(), scenario)
 
 
+@pytest.mark.slow
 def test_values_metrics_and_a_profile_come_from_the_engine(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         name = next(name for name, tensor in server.tensors.items() if tensor.dim() == 1)
@@ -357,3 +367,32 @@ def test_values_metrics_and_a_profile_come_from_the_engine(tiny_model_dir: TinyM
         assert info["numerics"] and info["internal_states"][0]["state"] == "running"
 
     serve(tiny_model_dir(), scenario, profile_dir=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_serialised_buckets_reach_the_engine_from_shared_memory(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        new = changed(server.tensors, 0.9)
+        wanted = expected(server.folder, new, tmp_path / "new")
+        module = "sglang.srt.weight_sync.tensor_bucket"
+        kept = []
+        for i, piece in enumerate(buckets(new, 3)):
+            kept.append(bucket(piece, module))
+            dump = base64.b64encode(serialised(kept[-1])).decode()
+            more = {"weight_version": "4"} if i == 2 else {}
+            body = {"serialized_named_tensors": [dump], "load_format": "flattened_bucket", "flush_cache": False}
+            answer = await server.ok("/update_weights_from_tensor", **body, **more)
+            assert answer["committed"] is (i == 2)
+        assert (await server.http.post("/flush_cache")).status_code == 200
+        answer = await server.sample()
+        assert (answer["output_ids"], log_probs(answer)) == wanted
+        assert answer["meta_info"]["weight_version"] == "4"
+
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        serve(tiny_model_dir(), scenario, allow_pickled_tensors=True)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+        for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            del sys.modules[name]

@@ -43,18 +43,30 @@ class ReadingLink(FakeLink):
 @contextlib.contextmanager
 def sender(kind: str) -> Iterator[tuple[str, dict[str, Any], subprocess.Popen[str]]]:
     """A trainer in a process of its own: its dump, what the tensors hold, and the process."""
-    command = [sys.executable, str(SENDER), kind, "file_system"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(SENDER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
+        tell(process, kind)
         yield process.stdout.readline().strip(), json.loads(process.stdout.readline()), process
-        process.stdin.write("end\n")
-        process.stdin.flush()
-        process.stdout.readline()
-        process.wait(20)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        # Not read to its end: torch's keeper of shared memory holds the pipe as well.
+        process.stdin.close()
+        process.stdout.close()
+
+
+def tell(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+
+
+def drop(process: subprocess.Popen[str]) -> None:
+    """Have the sender let go of its tensors."""
+    assert process.stdout is not None
+    tell(process, "drop")
+    assert process.stdout.readline() == "done\n"
 
 
 def shared_objects() -> set[str]:
@@ -75,10 +87,7 @@ def test_tensors_of_a_bucket_are_read_where_they_lie_and_given_back() -> None:
         assert {name: data.hex() for name, data in link.seen.items()} == {name: told[name][2] for name in NAMES}
         ours = {name for name in shared_objects() if f"torch_{process.pid}_" in name}
         assert ours
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("drop\n")
-        process.stdin.flush()
-        process.stdout.readline()
+        drop(process)
         assert not ours & shared_objects()
 
 
@@ -162,8 +171,5 @@ def test_an_engine_that_refuses_the_tensors_leaves_the_old_version() -> None:
                 client.front.updates.current()
 
         run(scenario, FakeLink(tensors=NAMES), allow_pickled_tensors=True)
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("drop\n")
-        process.stdin.flush()
-        process.stdout.readline()
+        drop(process)
         assert not {name for name in shared_objects() if f"torch_{process.pid}_" in name}

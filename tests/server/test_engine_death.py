@@ -99,7 +99,7 @@ def test_a_killed_engine_is_seen_at_once_answered_for_and_replaced(server: Serve
     waiters = start_waiters(server)
     pid = server.engine_pid
     killed_at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    num_restarts = server.strike_engine()
     for waiter in waiters:
         waiter.join(30)
     assert server.get("/health")[0] == 503
@@ -107,7 +107,7 @@ def test_a_killed_engine_is_seen_at_once_answered_for_and_replaced(server: Serve
     assert (status, refusal["error"]["type"]) == (503, "restarting")
     assert max(waiter.ended_at for waiter in waiters) - killed_at < 2
     assert_answered_with_what_was_sampled(waiters, engine)
-    server.wait_until("running")
+    server.wait_for_restart(num_restarts)
     assert server.get("/health")[0] == 200
     assert server.engine_pid != pid
     ids, logprobs = expected(engine, 11, 16)
@@ -118,9 +118,9 @@ def test_a_killed_engine_is_seen_at_once_answered_for_and_replaced(server: Serve
 
 def test_a_hanging_engine_is_killed_answered_for_and_replaced(server: Served, engine: Engine) -> None:
     waiters = start_waiters(server, 2)
-    os.kill(server.engine_pid, signal.SIGSTOP)
+    num_restarts = server.strike_engine(signal.SIGSTOP)
     assert_answered_with_what_was_sampled(waiters, engine)
-    server.wait_until("running")
+    server.wait_for_restart(num_restarts)
     assert server.generate(PROMPT, seed=3)["output_ids"] == expected(engine, 3, 8)[0]
 
 
@@ -160,8 +160,7 @@ def push(server: Served, engine: Engine, version: int, scale: float) -> str:
 def test_the_next_engine_serves_the_version_committed_last(server: Served, engine: Engine) -> None:
     checksum = push(server, engine, 7, scale=0.5)
     before = server.generate(PROMPT, seed=5)
-    os.kill(server.engine_pid, signal.SIGKILL)
-    server.wait_until("running")
+    server.wait_for_restart(server.strike_engine())
     status = server.get("/weights/status")[1]
     assert (status["version"], status["label"], status["checksum"]) == (7, "7", checksum)
     after = server.generate(PROMPT, seed=5)
@@ -174,12 +173,10 @@ def test_the_next_engine_serves_the_version_committed_last(server: Served, engin
 
 def test_weights_that_died_with_an_in_place_engine_are_not_sampled_from(model: Path, engine: Engine) -> None:
     with serving(model, "--staging", "in_place") as server:
-        os.kill(server.engine_pid, signal.SIGKILL)
-        server.wait_until("running")  # the folder's weights were never replaced
+        server.wait_for_restart(server.strike_engine())  # the folder's weights were never replaced
         assert server.generate(PROMPT, seed=5)["output_ids"] == expected(engine, 5, 8)[0]
         push(server, engine, 3, scale=1.0)
-        os.kill(server.engine_pid, signal.SIGKILL)
-        server.wait_until("weights_invalid")
+        server.wait_for_restart(server.strike_engine(), "weights_invalid")
         status, refusal = server.post("/generate", input_ids=PROMPT)
         assert (status, refusal["error"]["type"]) == (503, "weights_invalid")
         assert server.get("/live")[0] == 200
@@ -192,7 +189,7 @@ def test_an_engine_killed_at_a_commit_leaves_one_version_or_the_other(model: Pat
         with serving(model, env={"UNISON_FAULT": f"{point}:1:kill"}) as server:
             with pytest.raises(AssertionError):
                 push(server, engine, 2, scale=0.5)
-            server.wait_until("running")
+            server.wait_for_restart(0)
             answer = server.generate(PROMPT, seed=5)
             assert answer["meta_info"]["weight_version"] == version
             assert answer["output_ids"] == expected(engine, 5, 8)[0]

@@ -65,7 +65,7 @@ def test_each_field_has_a_bound_or_a_reason(field: Field, prefix: str) -> None:
 
 
 def test_each_used_field_of_sampling_reaches_the_sampler() -> None:
-    known = {"sampling_seed", "stream_interval", "skip_special_tokens", "no_stop_trim"}
+    known = {"sampling_seed", "stream_interval"}
     for field in SAMPLING_FIELDS:
         if field.use == "used" and field.name not in known:
             assert field.name in SamplingParams.__dataclass_fields__, field.name

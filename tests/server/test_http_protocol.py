@@ -9,12 +9,15 @@ import time
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tests.server.conftest import MakeFront
 from tests.server.http_support import Served, link_of, post_bytes, read_to_end, served
 from tests.server.local_link import wait_for
-from unison.server.front import Front
+from unison.server.front import Front, Route
 
+BIG = 8 << 20
 SMALL = {"body_bytes": 4096, "header_bytes": 2048, "read_s": 1.0}
 GOOD = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 2}}).encode()
 
@@ -99,6 +102,49 @@ def test_a_slow_body_and_a_slow_head_are_given_up(make_front: MakeFront) -> None
 
         assert status(server.send(post_bytes(b"{", length=1000), drip)) == 408
         assert_serves(server)
+
+
+def test_a_body_that_nobody_reads_does_not_hold_the_connection(make_front: MakeFront) -> None:
+    with served(make_front(api_key="key")) as server:
+        begun = time.monotonic()
+        assert status(server.send(post_bytes(b"{", length=100))) == 401
+        assert time.monotonic() - begun < 5
+        # One that comes in time leaves the connection to the next request.
+        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer key"}) as client:
+            late = client.post("/generate", content=b" " * 300_000, headers={"authorization": "Bearer x"})
+            assert late.status_code == 401 and late.headers["www-authenticate"] == "Bearer"
+            time.sleep(1.5)
+            assert client.post("/generate", content=GOOD).status_code == 200
+
+
+async def _big(front: Front, request: Request) -> Response:
+    return Response(b"x" * BIG)
+
+
+def narrow(server: Served) -> socket.socket:
+    """A connection with little room for what is not read yet, on which a big answer was asked for."""
+    sock = socket.socket()
+    sock.settimeout(20)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", server.port))
+    sock.sendall(b"GET /big HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    return sock
+
+
+def test_an_answer_that_nobody_reads_is_given_up_and_a_slow_reader_is_not(make_front: MakeFront) -> None:
+    routes = [Route("/big", ("GET",), "open", _big)]
+    with served(make_front(limits={"write_s": 0.5}), routes) as server:
+        with narrow(server) as sock:
+            assert sock.recv(100)
+            time.sleep(2.0)
+            assert len(read_to_end(sock)) < BIG
+        with narrow(server) as sock:
+            found = b""
+            for _ in range(20):
+                found += sock.recv(1 << 14)
+                time.sleep(0.1)
+            found += read_to_end(sock)
+            assert found.count(b"x", found.index(b"\r\n\r\n")) == BIG
 
 
 def test_an_idle_connection_costs_no_answer(make_front: MakeFront) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import socket
 import time
 from itertools import pairwise
@@ -33,18 +35,21 @@ def without_times(answer: dict[str, Any]) -> dict[str, Any]:
         {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [1]},
         {"return_logprob": True, "logprob_start_len": 0, "return_prompt_token_ids": True},
         {"output_ids": [72, 105, 0xF0, 0x9F], "return_logprob": True},
+        {"output_ids": [72, 258, 0x7A], "sampling_params": {"stop": ["zq"], "skip_special_tokens": False}},
+        {"output_ids": [72, 0x7A, 0x71], "sampling_params": {"stop": ["zq"], "no_stop_trim": True}},
     ],
 )
 def test_pieces_are_cumulative_and_the_last_is_the_whole_answer(front: Front, further: dict[str, Any]) -> None:
     body = {
         "input_ids": IDS,
         "rid": "one",
-        "sampling_params": {"max_new_tokens": 24, "seed": 4, "stop": ["zq"], "ignore_eos": True},
+        "sampling_params": {"stop": ["zq"]},
         **further,
     }
+    body["sampling_params"] = {"max_new_tokens": 24, "seed": 4, "ignore_eos": True, **body["sampling_params"]}
     whole = generated(front, **body)
     pieces = streamed(front, **body)
-    assert len(pieces) > 2
+    assert len(pieces) > 2 or whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": "zq"}
     assert all(piece["meta_info"]["finish_reason"] is None for piece in pieces[:-1])
     for one, next_one in pairwise(pieces):
         assert next_one["text"].startswith(one["text"])
@@ -182,6 +187,29 @@ def test_a_client_that_leaves_takes_its_requests_with_it(front: Front, stream: b
         wait_for(lambda: link_of(front).num_open == 0, timeout_s=2)
         assert not link_of(front).engine.has_work
         link_of(front).engine.check()
+
+
+def test_clients_that_drop_off_at_any_moment_leave_nothing_behind(front: Front) -> None:
+    slow(front, 0.002)
+    link, random_ = link_of(front), random.Random(3)
+    with served(front) as server:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(60):
+            body = {
+                "input_ids": [random_.randrange(256) for _ in range(random_.randint(1, 300))],
+                "stream": random_.random() < 0.5,
+                "sampling_params": {"max_new_tokens": 200, "ignore_eos": True, "n": random_.randint(1, 3)},
+            }
+            data = post_bytes(json.dumps(body).encode())
+            with server.connect() as sock:
+                sock.sendall(data[: random_.choice([len(data), len(data), random_.randrange(len(data))])])
+                time.sleep(random_.random() * 0.05)
+        wait_for(lambda: link.num_open == 0)
+        link.before_step = lambda: None
+        assert httpx.post(f"{server.url}/generate", json={"text": "a"}, timeout=20).status_code == 200
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
+    assert not link.engine.has_work
+    link.engine.check()
 
 
 def test_the_request_id_is_known_before_the_first_token(front: Front) -> None:

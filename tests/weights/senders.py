@@ -80,6 +80,13 @@ def stall_foreign(name: str, port: str) -> None:
     del group
 
 
+def store_only() -> None:
+    """A master that prints its port and does nothing more."""
+    master = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    print(master.port, flush=True)
+    sys.stdin.readline()
+
+
 def outbox(folder: str) -> None:
     """For each number read, a filled buffer of weights made from it, as JSON."""
     model = load_model(Path(folder), torch.bfloat16)
@@ -94,7 +101,7 @@ def outbox(folder: str) -> None:
 
 
 KINDS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (send_foreign, die_foreign, stall_foreign, outbox)
+    function.__name__: function for function in (send_foreign, die_foreign, stall_foreign, store_only, outbox)
 }
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from tests.weights.test_disk import Taken, assert_same
 from unison.core.errors import WeightUpdateError
 from unison.models.loading import load_model
 from unison.models.names import published_tensors
+from unison.weights.checksum import weights_checksum
 from unison.weights.delta import DELTA_FILE, PIECE_BYTES, DeltaEntry, DeltaHeader, WrittenDelta, open_delta, write_delta
-from unison.weights.disk import checksum_of, stage_from_disk, write_full
+from unison.weights.disk import stage_from_disk, write_full
 from unison.weights.pull import apply_delta_to_folder
 from unison.weights.transaction import WeightStore
 from unison.weights.version_files import MANIFEST, version_folder
@@ -45,8 +46,8 @@ def delta_between(folder: Path, old: Tensors, new: Tensors, base: int = 1, versi
         new,
         base_version=base,
         version=version,
-        base_checksum=checksum_of(old),
-        checksum=checksum_of(new),
+        base_checksum=weights_checksum(old),
+        checksum=weights_checksum(new),
     )
 
 
@@ -63,7 +64,7 @@ def test_a_delta_makes_the_new_tensors_of_the_old_ones(dtype: torch.dtype, tmp_p
     assert written.num_changed == 3 and written.num_bytes == (tmp_path / "d" / DELTA_FILE).stat().st_size
     for path in (tmp_path / "d", tmp_path / "d" / DELTA_FILE):
         assert_same(applied(path, old), new, dtype)
-        assert_same(applied(path, old, checksum=checksum_of(old)), new, dtype)
+        assert_same(applied(path, old, checksum=weights_checksum(old)), new, dtype)
 
 
 def test_bits_that_compare_equal_or_not_at_all_are_kept(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_delta_is_committed_like_any_update(tiny_model_dir: TinyModelDir, tmp_
         result = stage_from_disk(transaction, tmp_path / staging, live, 1, None)
         transaction.commit()
         assert_same(published_tensors(store.model), new, torch.bfloat16)
-        assert result.checksum == checksum_of(published_tensors(store.model))
+        assert result.checksum == weights_checksum(published_tensors(store.model))
 
 
 def test_a_delta_on_another_base_is_refused_and_says_which(tmp_path: Path) -> None:
@@ -120,8 +121,8 @@ def test_a_delta_on_another_base_is_refused_and_says_which(tmp_path: Path) -> No
     delta_between(tmp_path / "d", old, new, base=6, version=7)
     taken = Taken()
     message = (
-        f"to version 7 on version 6 with checksum {checksum_of(old)[:16]}; "
-        f"live is version 5 with checksum {checksum_of(new)[:16]}"
+        f"to version 7 on version 6 with checksum {weights_checksum(old)[:16]}; "
+        f"live is version 5 with checksum {weights_checksum(new)[:16]}"
     )
     with pytest.raises(WeightUpdateError, match=message):
         stage_from_disk(taken, tmp_path / "d", new, 5, None)
@@ -160,7 +161,9 @@ def forged(path: Path, packed: bytes, **changed: object) -> Path:
         "num_bytes": len(packed),
         "checksum": "0" * 32,
     }
-    header = DeltaHeader(1, 2, checksum_of({"w": torch.zeros(100)}), "0" * 32, (DeltaEntry(**{**entry, **changed}),))  # type: ignore[arg-type]
+    header = DeltaHeader(
+        1, 2, weights_checksum({"w": torch.zeros(100)}), "0" * 32, (DeltaEntry(**{**entry, **changed}),)
+    )  # type: ignore[arg-type]
     table = msgspec.msgpack.encode(header)
     data = b"UNIDELT1" + packed + table + len(table).to_bytes(4, "little")
     path.write_bytes(data + xxhash.xxh3_128_digest(data))
@@ -276,7 +279,7 @@ def source(tmp_path: Path) -> Source:
 def assert_local(local: Path, source: Source, version: int) -> None:
     taken = Taken()
     result = stage_from_disk(taken, local, {}, 0, None)
-    assert result.version == version and result.checksum == checksum_of(source.tensors[version])
+    assert result.version == version and result.checksum == weights_checksum(source.tensors[version])
     assert_same(taken.tensors, source.tensors[version], torch.bfloat16)
 
 

@@ -26,8 +26,9 @@ from unison.core.errors import WeightUpdateError
 from unison.models.loading import load_model, read_config
 from unison.models.names import published_tensors
 from unison.models.registry import read_spec
+from unison.weights.checksum import weights_checksum
 from unison.weights.delta import write_delta
-from unison.weights.disk import Written, checksum_of, prune, stage_from_disk, write_full
+from unison.weights.disk import Written, prune, stage_from_disk, write_full
 from unison.weights.transaction import WeightStore
 from unison.weights.version_files import MANIFEST, version_folder
 
@@ -91,7 +92,7 @@ def test_the_checksum_is_over_names_dtypes_shapes_and_bytes_in_order(tmp_path: P
     for name, tensor in sorted(some_tensors().items()):
         digest.update(f"{name}\0torch.float32\0{list(tensor.shape)}\0".encode())
         digest.update(tensor.contiguous().numpy().tobytes())
-    assert write(tmp_path / "v").checksum == digest.hexdigest() == checksum_of(some_tensors())
+    assert write(tmp_path / "v").checksum == digest.hexdigest() == weights_checksum(some_tensors())
 
 
 def test_a_large_version_is_spread_over_files_as_hugging_face_does(tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_a_reader_that_looks_all_the_time_sees_whole_versions_only(tmp_path: Pat
 
 def test_pruning_keeps_the_newest_and_what_they_need(tmp_path: Path) -> None:
     tensors = some_tensors()
-    checksum = checksum_of(tensors)
+    checksum = weights_checksum(tensors)
 
     def whole(version: int) -> None:
         write(version_folder(tmp_path, version), version)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +272,80 @@ def test_a_name_can_be_used_again_once_it_was_left() -> None:
         assert memory.tolist() == [round_] * 8
         groups.leave("w")
         sender.leave()
+
+
+def test_three_engines_receive_the_same() -> None:
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    layout, seen = BufferLayout((TensorEntry("x", "float32", (50_000,), 0),), 200_000), [torch.zeros(0)] * 3
+
+    def engine(rank: int) -> None:
+        group = join_group("g", "127.0.0.1", port, rank, 4, timeout_s=10)
+        for flattened in (True, False):
+            memory = torch.zeros(200_000, dtype=torch.uint8)
+            group.receive_bucket(layout, memory, flattened=flattened, timeout_s=10)
+            seen[rank - 1] = torch.cat([seen[rank - 1], memory.view(torch.float32)])
+        group.leave()
+
+    threads = [threading.Thread(target=engine, args=(rank,)) for rank in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    sender = join_group("g", "127.0.0.1", port, 0, 4, timeout_s=10, listener=listener)
+    sent = torch.randn(50_000)
+    sender.send_bucket(sent)
+    sender.send_bucket([sent])
+    for thread in threads:
+        thread.join(20)
+    sender.leave()
+    assert all(torch.equal(received, torch.cat([sent, sent])) for received in seen)
+
+
+def test_a_trainer_learns_that_an_engine_is_gone() -> None:
+    sender, receiver = pair()
+    receiver.leave()
+    begun = time.monotonic()
+    with pytest.raises(WeightUpdateError, match="an engine is gone or silent"):
+        for _ in range(3):
+            sender.send_bucket(torch.zeros(4 << 20), timeout_s=5)
+    assert time.monotonic() - begun < 10
+
+
+def listening() -> list[str]:
+    """Addresses at which this process listens, as the kernel prints them."""
+    own = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(path))
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{kind}").read_text().split("\n")]
+    return [row[1].split(":")[0] for row in rows if row and row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+
+def test_a_group_on_loopback_listens_nowhere_else() -> None:
+    before = Counter(listening())
+    sender, receiver = pair()
+    assert (Counter(listening()) - before).keys() == {"0100007F"}
+    sender.leave(), receiver.leave()
+
+
+def test_a_trainer_that_stops_while_it_is_joined_is_an_error_in_time(
+    started: Callable[..., subprocess.Popen[str]],
+) -> None:
+    master = started("store_only")
+    assert master.stdout is not None
+    port = int(master.stdout.readline())
+    os.kill(master.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=f"group 'g' at 127.0.0.1:{port}: rank 0 does not answer"):
+        join_group("g", "127.0.0.1", port, 1, 2, timeout_s=1)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_port_where_something_else_listens_is_an_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        begun = time.monotonic()
+        with pytest.raises(WeightUpdateError, match="rank 0 does not answer"):
+            join_group("g", "127.0.0.1", server.getsockname()[1], 1, 2, timeout_s=1)
+        assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from unison.models.loading import load_model
 from unison.models.names import published_tensors
 from unison.processes.shared_memory import MemfdHandle, Segment, ShmHandle
 from unison.weights.arena import ArenaLayout
+from unison.weights.buffers import readable
 from unison.weights.checksum import buffer_checksum, weights_checksum
 from unison.weights.cuda_ipc import CudaIpcHandle, open_cuda, share_cuda
 from unison.weights.handles import Mappings, receive_handle
@@ -272,6 +273,20 @@ def test_updates_are_staged_while_the_live_weights_are_in_use(model: Decoder) ->
         assert store.weights_checksum() == old
     transaction.commit()
     assert store.weights_checksum() == filled.checksum
+
+
+def test_bytes_of_a_message_and_maps_live_as_long_as_their_tensors() -> None:
+    tensor = readable(bytes(bytearray(range(200)) * 1000))
+    segment = Segment(4096)
+    segment.memory[:4] = b"here"
+    mappings = Mappings()
+    mapped = mappings.memory(segment.handle)
+    mappings.close()
+    segment.close()
+    del segment
+    gc.collect()
+    assert tensor.tolist() == list(range(200)) * 1000
+    assert bytes(mapped[:4].tolist()) == b"here"
 
 
 CUDA = CudaIpcHandle("uuid", "00" * 66, 4096, 512, "2f746f726368", 8, "11" * 64, True, 64, 1024)

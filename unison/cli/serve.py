@@ -70,6 +70,7 @@ def _parser() -> ArgumentParser:
     add("--api-key-env", metavar="VAR", help="environment variable with the key that clients must show")
     add("--admin-key-env", metavar="VAR", help=admin)
     add("--strict", action="store_true", help="refuse unknown request fields")
+    add("--incremental-streaming", action="store_true", help="stream only what is new, unless a request says else")
     add("--allow-pickled-tensors", action="store_true", help=tensors)
     add("--profile-dir", default=default.profile_dir, metavar="DIR", help="where profiles are written (%(default)s)")
     for name, text in _SECONDS.items():
@@ -84,6 +85,16 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+_PLAIN: Final = (
+    "host",
+    "port",
+    "staging",
+    "threads",
+    "strict",
+    "incremental_streaming",
+    "allow_pickled_tensors",
+    "profile_dir",
+)
 _SECONDS: Final = {
     "health_s": "deadline in seconds of a health probe",
     "hang_s": "an engine silent for so many seconds is killed and started anew",
@@ -126,10 +137,7 @@ def _section(kind: type[Any], settings: dict[str, str], section: str) -> Any:
 
 
 def _serve_config(options: argparse.Namespace, settings: dict[str, str]) -> ServeConfig:
-    values = {
-        name: getattr(options, name)
-        for name in ("host", "port", "staging", "threads", "strict", "allow_pickled_tensors", "profile_dir", *_SECONDS)
-    }
+    values = {name: getattr(options, name) for name in (*_PLAIN, *_SECONDS)}
     values["api_key"] = _key(options.api_key_env, "--api-key-env")
     values["admin_key"] = _key(options.admin_key_env, "--admin-key-env")
     values["limits"] = msgspec.to_builtins(_section(LimitsConfig, settings, "limits"))

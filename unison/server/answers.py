@@ -8,14 +8,15 @@ part that a resumed request brought along included. A log-prob of minus infinity
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from unison.core.records import GenerationOutput, TokenLogprob, VersionRun
+from unison.engine.sequence import Sequence
 from unison.server.requests import Asked
 from unison.text.detokenize import IncrementalDetokenizer
-from unison.text.stop import StopMatcher
 
 if TYPE_CHECKING:
     from unison.server.front import Front
@@ -36,11 +37,11 @@ _ERR_TYPE = {
 class Tokens:
     """What is told of an answer by token, from the ``first`` one of its output on; ``versions`` are of all."""
 
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    top_logprobs: Sequence[list[TokenLogprob]] = ()
-    token_id_logprobs: Sequence[list[float]] = ()
-    versions: Sequence[VersionRun] = ()
+    token_ids: Items[int] = ()
+    logprobs: Items[float] = ()
+    top_logprobs: Items[list[TokenLogprob]] = ()
+    token_id_logprobs: Items[list[float]] = ()
+    versions: Items[VersionRun] = ()
     first: int = 0
 
     def since(self, place: int) -> Tokens:
@@ -162,25 +163,22 @@ def tokens_of(output: GenerationOutput) -> Tokens:
 
 
 def certain_text(front: Front, asked: Asked, token_ids: Iterable[int] = ()) -> str:
-    """Text of the resumed part and these tokens, as far as further tokens cannot change it."""
-    request = asked.request
+    """Text of the resumed part and these tokens, as far as further tokens cannot change it.
+
+    By the engine's own reading of resumed output, so that it is the text the engine goes on from.
+    """
     if front.tokenizer is None:
         return ""
+    request, info = asked.request, front.link.info
     sampling = request.sampling
-    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(front.link.info.end_ids))
-    least = max(sampling.min_new_tokens, len(sampling.forced_ids))
-    decoder = IncrementalDetokenizer(front.tokenizer, skip_special=getattr(sampling, "skip_special_tokens", True))
-    stops = StopMatcher(sampling.stop)
-    pieces: list[str] = []
-    for place, token in enumerate((*request.output_ids, *token_ids), 1):
-        may_end = place >= least
-        if token in ends and may_end:
-            break
-        piece, matched = stops.push(decoder.push(token), may_match=may_end)
-        pieces.append(piece)
-        if matched is not None:
-            break
-    return "".join(pieces)
+    read = Sequence(
+        replace(request, output_ids=(*request.output_ids, *token_ids)),
+        seed=0,
+        max_new_tokens=min(sampling.max_new_tokens, info.context_length - len(request.prompt_ids)),
+        end_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(info.end_ids)),
+        detokenizer=IncrementalDetokenizer(front.tokenizer, skip_special=sampling.skip_special_tokens),
+    )
+    return "".join(read.text_pieces)
 
 
 def _body(front: Front, text: str, tokens: Tokens, meta: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +209,7 @@ def _logprobs(front: Front, asked: Asked, tokens: Tokens) -> dict[str, Any]:
     return found
 
 
-def _prompt_logprobs(front: Front, asked: Asked, logprobs: Sequence[float]) -> list[list[Any]]:
+def _prompt_logprobs(front: Front, asked: Asked, logprobs: Items[float]) -> list[list[Any]]:
     """Triples from the position asked for on; nothing predicts a prompt's first token."""
     start = asked.shown.prompt_from or 0
     scores: list[float | None] = [None, *logprobs] if start == 0 else list(logprobs)
@@ -225,7 +223,7 @@ def _token_text(front: Front, asked: Asked, token: int) -> str | None:
     return front.tokenizer.decode([token], skip_special=False)
 
 
-def _spans(front: Front, runs: Sequence[VersionRun], first: int) -> list[dict[str, Any]]:
+def _spans(front: Front, runs: Items[VersionRun], first: int) -> list[dict[str, Any]]:
     """Runs as [start, end) with labels, from the place ``first`` on."""
     spans = []
     start = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
@@ -13,6 +14,7 @@ from unison.server.control_body import STATUS, Body, Refused, control
 from unison.server.control_updates import commit_buckets
 from unison.server.control_weights import Seconds
 from unison.server.link import CommandFailed
+from unison.server.live import LiveRequest
 from unison.server.messages import (
     MEMORY_TAGS,
     Continue,
@@ -125,7 +127,7 @@ async def abort_request(front: Front, body: AbortBody) -> dict[str, Any]:
     return {"success": True, "num_aborted": num_aborted}
 
 
-async def _wait_for(front: Front, entries: Any, timeout_s: float) -> None:
+async def _wait_for(front: Front, entries: Sequence[LiveRequest], timeout_s: float) -> None:
     try:
         await asyncio.wait_for(front.live.wait_for(entries), timeout_s)
     except TimeoutError as error:

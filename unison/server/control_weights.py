@@ -11,6 +11,7 @@ from unison.processes.shared_memory import Handle
 from unison.server.control_body import Body, Empty, Refused, control
 from unison.server.messages import RegisterLayout, StageDisk, StageGroup, StageHandle
 from unison.server.updates import Sender
+from unison.weights.cuda_ipc import CudaIpcHandle
 from unison.weights.manifest import BufferLayout
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class StageBody(Body, frozen=True, kw_only=True):
 
     version: Version
     transport: Literal["handle", "group", "disk"]
-    handle: Handle | None = None
+    handle: Handle | CudaIpcHandle | None = None
     layout_id: str = ""
     layout: BufferLayout | None = None
     checksum: Checksum | None = None

@@ -117,6 +117,7 @@ def _info(engine: Engine, folder: Path, choice: NumericsChoice) -> EngineInfo:
         end_ids=tuple(sorted(engine.end_ids)),
         kv_tokens=engine.pool.num_tokens,
         page_size=engine.pool.page_size,
+        policy=engine.config.policy,
         threads=torch.get_num_threads(),
         sampler=SAMPLER_NAME,
         torch=str(torch.__version__),

@@ -46,7 +46,8 @@ class HttpError(UnisonError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        named = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        return {**named, "www-authenticate": "Bearer"} if self.status == 401 else named
 
 
 class BadField(HttpError):

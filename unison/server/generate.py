@@ -13,7 +13,7 @@ from unison.server.body import read_body, wait_until_gone
 from unison.server.errors import error_response, id_header, json_response
 from unison.server.front import Front, Route
 from unison.server.link import Answer, RequestFailed
-from unison.server.requests import Asked, is_long, read_batch
+from unison.server.requests import Asked, may_take_long, read_batch
 from unison.server.streaming import EventStream
 from unison.server.submission import Submitted, check_available, http_error, submit
 
@@ -31,7 +31,7 @@ async def generate(front: Front, request: Request) -> Response:
     begun_at = time.monotonic()
     body = await read_body(request, front.config.limits)
     check_available(front)
-    batch = await asyncio.to_thread(read_batch, body, front) if is_long(body) else read_batch(body, front)
+    batch = await asyncio.to_thread(read_batch, body, front) if may_take_long(body) else read_batch(body, front)
     check_available(front)  # again: reading may have taken a while
     submitted = submit(front, batch, begun_at)
     if batch.stream and submitted.open_ids:

@@ -159,8 +159,8 @@ class Host:
         self.between_steps(lambda: self._told.append(reply))
 
     def _step(self) -> None:
-        fault_point("server.engine_step")
         try:
+            fault_point("server.engine_step")
             outputs = self.engine.step()
         except NonFiniteLogitsError as error:
             for output in error.outputs:

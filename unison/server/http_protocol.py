@@ -7,6 +7,9 @@ A refusal here is an answer as typed as any other, after which the connection is
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import struct
+import termios
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -35,6 +38,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
         self._num_unread = 0
         """Bytes of the answer that lay unread when the timer was set."""
 
@@ -45,6 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_write_timer()
+        self._stop_body_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -95,8 +100,21 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
-            super().on_message_complete()
+        if self._is_refused:
+            return
+        super().on_message_complete()
+        if self._body_timer is not None:
+            self._stop_body_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and self.cycle.response_complete and self.cycle.more_body:
+            # Answered before its body was there, like a request without its key. The rest is thrown away, and must
+            # not hold the connection for ever.
+            self._body_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:
@@ -125,9 +143,14 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.cycle is None:  # nothing was ever sent
             self.transport.close()
 
+    def _stop_body_timer(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
     def _start_write_timer(self) -> None:
         self._stop_write_timer()
-        self._num_unread = self.transport.get_write_buffer_size()
+        self._num_unread = self._count_unread()
         self._write_timer = self.loop.call_later(self.limits.write_s, self._is_anything_read)
 
     def _stop_write_timer(self) -> None:
@@ -138,11 +161,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def _is_anything_read(self) -> None:
         """Cut off a client that has read nothing since the timer was set; a slow one has its time again."""
         self._write_timer = None
-        if self.transport.get_write_buffer_size() < self._num_unread:
+        if self._count_unread() < self._num_unread:
             self._start_write_timer()
         else:
             self.logger.warning("%s leaves its answer unread and is cut off", self.client)
             self.transport.abort()
+
+    def _count_unread(self) -> int:
+        """Bytes that wait here, and those in the kernel: it takes no more for long, though a slow client reads."""
+        sock = self.transport.get_extra_info("socket")
+        num_here = self.transport.get_write_buffer_size()
+        try:
+            (num_in_kernel,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+        except OSError:  # not every kind of socket can tell
+            return num_here
+        return num_here + int(num_in_kernel)
 
     def _refuse(self, error: HttpError) -> None:
         """Answer, take nothing more, and close; a little later, so that what is under way does not reset it."""

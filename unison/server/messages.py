@@ -14,6 +14,7 @@ from unison.config.schema import EngineConfig
 from unison.config.serving import Staging
 from unison.core.records import GenerationOutput, GenerationRequest, OutputDelta
 from unison.processes.shared_memory import Handle
+from unison.weights.cuda_ipc import CudaIpcHandle
 from unison.weights.manifest import BufferLayout
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -117,7 +118,7 @@ class StageHandle(Message, frozen=True):
     """Tensors in shared memory, laid out as a registered layout says (or the one given)."""
 
     version: int
-    handle: Handle
+    handle: Handle | CudaIpcHandle
     layout_id: str = ""
     layout: BufferLayout | None = None
     checksum: str | None = None

@@ -10,14 +10,14 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from unison.core.errors import DataError, RequestError
 from unison.core.records import GenerationRequest
 from unison.core.sampling import SamplingParams
 from unison.core.seeds import copy_seed
-from unison.server.errors import BadField, HttpError, shown
+from unison.server.errors import BadField, shown
 from unison.server.fields import REQUEST_TABLE, SAMPLING_TABLE, ids, sort_out, text
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ GREEDY_BELOW: Final = 1e-6
 """Temperatures below this are greedy, as SGLang has it."""
 MAX_FIELDS: Final = 256
 """Most fields of one JSON object, so that what is listed as ignored stays short."""
-_KNOWN_TO_SAMPLER: Final = {field.name for field in fields(SamplingParams)}
 _RENAMED: Final = {"sampling_seed": "seed"}
 
 
@@ -46,9 +45,10 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One copy of one prompt."""
+    """One copy of one prompt. ``client_id``: what the client calls it, and with it its other copies and prompts."""
 
     request: GenerationRequest
+    client_id: str
     shown: Shown
     stream_interval: int
 
@@ -65,7 +65,7 @@ class Batch:
 
 
 def read_batch(body: bytes, front: Front) -> Batch:
-    """Raises BadField for what is wrong, HttpError where the engine is not known yet. Reads front, changes nothing."""
+    """Raises BadField for what is wrong. Asks front for limits, vocabulary and tokenizer; any thread may call it."""
     given, without_effect = sort_out(_table(_parse(body)), REQUEST_TABLE, "", front.config.strict)
     for name, value in given.items():
         if not REQUEST_TABLE[name].each:
@@ -81,10 +81,11 @@ def read_batch(body: bytes, front: Front) -> Batch:
         )
     names = _names(given, is_batch, len(prompts))
     asked: list[Asked] = []
+    base = given["rid"] if isinstance(given.get("rid"), str) else None
     for prompt, one, name in zip(prompts, settings, names, strict=True):
-        asked += one.copies(name, _prompt_ids(prompt, front, _prompt_name(given)))
+        asked += one.copies(name, base or name, _prompt_ids(prompt, front, _prompt_name(given)))
     return Batch(
-        request_id=given["rid"] if isinstance(given.get("rid"), str) else names[0],
+        request_id=base or names[0],
         asked=_all_different(asked),
         is_list=is_batch or len(asked) > 1,
         stream=given.get("stream", False),
@@ -202,7 +203,7 @@ class _Settings:
         mine = {name: value for name, value in mine.items() if value is not None}
         self.without_effect = set(without_effect)
         self.given, unused = sort_out(
-            _table_of(mine.get("sampling_params", {})), SAMPLING_TABLE, "sampling_params.", front.config.strict
+            mine.get("sampling_params", {}), SAMPLING_TABLE, "sampling_params.", front.config.strict
         )
         self.without_effect |= unused
         self._request = mine
@@ -217,7 +218,7 @@ class _Settings:
         self.output_ids = _checked_ids("output_ids", mine.get("output_ids", []), self._info)
         self.sampling = self._sampling(mine)
 
-    def copies(self, name: str, prompt_ids: tuple[int, ...]) -> list[Asked]:
+    def copies(self, name: str, client_id: str, prompt_ids: tuple[int, ...]) -> list[Asked]:
         """The prompt's n requests, each with a seed of its own."""
         notes = self._check_length(len(prompt_ids))
         start = self.sampling.prompt_logprobs_from
@@ -245,7 +246,7 @@ class _Settings:
                 sampling=replace(self.sampling, n=1, seed=copy_seed(seed, k)),
                 priority=self._priority,
             )
-            asked.append(Asked(request, shown_fields, self.given.get("stream_interval", 1)))
+            asked.append(Asked(request, client_id, shown_fields, self.given.get("stream_interval", 1)))
         return asked
 
     def _check_length(self, num_prompt: int) -> tuple[str, ...]:
@@ -274,9 +275,6 @@ class _Settings:
             raise BadField("sampling_params.seed", "seed and sampling_seed are two names of one field; give one")
         if values.get("temperature", 1.0) < GREEDY_BELOW:
             values["temperature"] = 0.0
-        for name in values.keys() - _KNOWN_TO_SAMPLER:
-            self.without_effect.add(f"sampling_params.{name}")
-            del values[name]
         values |= self._logprobs(mine)
         try:
             return SamplingParams(**values)
@@ -331,10 +329,6 @@ def _share(name: str, value: Any, is_batch: bool, count: int, place: int) -> Any
     return None if mine is None else field.kind.read(f"{name}[{place}]" if is_listed else name, mine)
 
 
-def _table_of(value: dict[str, Any]) -> dict[str, Any]:
-    return dict(value)
-
-
 def _check_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:
     wrong = max(token_ids, default=-1)
     if wrong >= vocab_size:
@@ -384,9 +378,7 @@ def _all_different(asked: list[Asked]) -> list[Asked]:
     return asked
 
 
-def is_long(body: bytes) -> bool:
-    """Whether reading it would hold up the event loop for more than a few milliseconds."""
-    return len(body) > 1 << 15
-
-
-__all__ = ["Asked", "Batch", "HttpError", "Shown", "is_long", "read_batch"]
+def may_take_long(body: bytes) -> bool:
+    """Whether reading it might hold up the event loop for more than a few milliseconds: long, or many copies."""
+    # JSON may spell a key by escapes too.
+    return len(body) > 1 << 11 or b'"n"' in body or b"\\u" in body

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,18 @@ def serve(serving: Serving, config: ServeConfig, on_ready: Callable[[str], None]
     """
     sock = _listen(config.host, config.port)
     try:
-        return asyncio.run(_serve(serving, config, sock, on_ready))
+        with asyncio.Runner(loop_factory=_event_loop) as runner:
+            return runner.run(_serve(serving, config, sock, on_ready))
     finally:
         sock.close()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def ready_line(url: str) -> str:
@@ -72,9 +82,11 @@ async def _serve(serving: Serving, config: ServeConfig, sock: socket.socket, on_
     # Before the engine starts: a signal meanwhile must end both.
     _on_signals(done)
     try:
+        # Loaded while the engine process starts.
+        reading = asyncio.create_task(asyncio.to_thread(_tokenizer, folder))
         if not await _started(link, done):
             return 0
-        tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        tokenizer = await reading
         front = Front(link, config, tokenizer, Versions(setup.version))
         # It listens already: who comes before the next line waits a moment.
         on_ready(url_of(sock))
@@ -103,6 +115,10 @@ async def _started(link: EngineConnection, done: asyncio.Event) -> bool:
         return False
     finally:
         ending.cancel()
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def _setup(serving: Serving, config: ServeConfig, folder: Path) -> tuple[Setup, Sequence[Segment]]:

@@ -73,7 +73,9 @@ def submit(front: Front, batch: Batch, begun_at: float) -> Submitted:
     submitted = Submitted(batch, tickets, begun_at)
     for asked in batch.asked:
         try:
-            tickets.append(front.link.submit(asked.request, streamed=batch.stream))
+            ticket = front.link.submit(asked.request, streamed=batch.stream)
+            front.live.follow(asked.client_id, asked.request, ticket, front.metrics)
+            tickets.append(ticket)
             submitted.open_ids.add(asked.request.request_id)
         except RequestFailed as failed:
             if failure_status(failed) == 400:

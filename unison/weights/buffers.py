@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +14,15 @@ from unison.core.errors import WeightUpdateError
 from unison.weights.arena import Arena
 from unison.weights.manifest import DTYPES, BufferLayout, TensorEntry
 from unison.weights.plan import CopyPlan
+
+
+def readable(memory: bytes | mmap.mmap) -> Tensor:
+    """The bytes as a flat uint8 tensor that keeps them alive. It must not be written, though torch would try."""
+    # Torch knows no tensors that are read-only, so it is given the address alone.
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    view = (ctypes.c_uint8 * len(memory)).from_address(address)
+    view.owner = memory  # type: ignore[attr-defined]
+    return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def check_memory(memory: Tensor, layout: BufferLayout) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from unison.core.errors import ModelError, WeightUpdateError
 from unison.models.loading import check_frequencies, stream_tensors
 from unison.models.spec import DecoderSpec
+from unison.weights.checksum import weights_checksum
 from unison.weights.delta import DELTA_FILE, Delta, open_delta
 from unison.weights.version_files import (
     MANIFEST,
@@ -243,7 +244,7 @@ def _stage_delta(
 ) -> Staged:
     """Stage what the delta makes of the live tensors; those it does not name are staged as they are."""
     if live_checksum is None:
-        live_checksum = checksum_of(live)
+        live_checksum = weights_checksum(live)
     header = delta.header
     if header.base_checksum != live_checksum:
         raise WeightUpdateError(
@@ -257,14 +258,6 @@ def _stage_delta(
         transaction.stage(name, new)
         num_bytes += new.nbytes
     return Staged(header.version, header.checksum, len(live), num_bytes)
-
-
-def checksum_of(tensors: Mapping[str, Tensor]) -> str:
-    """xxh3_128 (hex) over names, dtypes, shapes and bytes, in the order of the names."""
-    digest = TensorsHash()
-    for name in sorted(tensors):
-        digest.add(name, tensors[name])
-    return digest.hexdigest()
 
 
 def prune(folder: Path, keep: int) -> list[Path]:

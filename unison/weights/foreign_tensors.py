@@ -13,7 +13,9 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -385,9 +387,20 @@ def release(tensors: Sequence[Foreign]) -> None:
     sharings = {id(tensor.sharing): tensor for tensor in tensors if isinstance(tensor, ForeignTensor)}
     for tensor in sharings.values():
         handle = tensor.handle
+        if not _is_own_socket(tensor.manager):
+            continue
         with contextlib.suppress(RuntimeError):
             # Opening counts one user more, as its end counts one less; the sender's count is given back between.
             storage: Any = torch.UntypedStorage._new_shared_filename_cpu(
                 tensor.manager.encode(), f"/{handle.name}".encode(), handle.num_bytes - HEADER_BYTES
             )
             storage._shared_decref()
+
+
+def _is_own_socket(path: str) -> bool:
+    """Whether a process of this user listens there; nobody else is spoken to."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()

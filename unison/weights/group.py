@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from unison.core.errors import WeightUpdateError
+from unison.core.errors import UnisonError, WeightUpdateError
 from unison.weights.buffers import check_memory
 from unison.weights.handles import Received
 from unison.weights.manifest import BufferLayout
@@ -29,6 +30,8 @@ from unison.weights.transaction import WeightTransaction
 
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 _POLL_S: Final = 0.05
+_GRACE_S: Final = 0.5
+"""After a deadline, to find out who is missing."""
 _TAIL_BYTES: Final = 2
 _NO_BYTE: Final = 0xFF
 """Two of these at the end of a number make it NaN, in every dtype that weights have."""
@@ -146,19 +149,31 @@ def join_group(
     where = f"group {name!r} at {address}:{port}"
     with _typed(f"{where} cannot be joined"):
         if rank == 0:
-            store, local = _open_store(listener or listen(address, port), world_size, timeout_s), address
+            listener = listener or listen(address, port)
+            local = address
         else:
             local = _await_master(where, address, port, deadline)
-            store = TCPStore(address, port, world_size, False, timeout=_left(deadline), multi_tenant=True)
-    device = _DEVICES[backend]
-    keys = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-    keys.set_timeout(_left(deadline))
-    try:
-        group = _connect(keys, rank, world_size, backend, local, _left(deadline))
-    except RuntimeError as error:
-        missing = _who_is_missing(keys, rank, world_size, error)
-        raise WeightUpdateError(f"{where} was not complete within {timeout_s:g} s: {missing}") from error
-    return Group(name, rank, world_size, device, group, store)
+
+    def meet() -> Group:
+        with _typed(f"{where} cannot be joined"):
+            if listener is not None:
+                store = _open_store(listener, world_size, timeout_s)
+            else:
+                store = TCPStore(address, port, world_size, False, timeout=_left(deadline), multi_tenant=True)
+        device = _DEVICES[backend]
+        keys = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        keys.set_timeout(_left(deadline))
+        try:
+            group = _connect(keys, rank, world_size, backend, local, _left(deadline))
+        except RuntimeError as error:
+            missing = _who_is_missing(keys, rank, world_size, error)
+            raise WeightUpdateError(f"{where} was not complete within {timeout_s:g} s: {missing}") from error
+        return Group(name, rank, world_size, device, group, store)
+
+    joined = _bounded(meet, deadline + _GRACE_S)
+    if joined is None:
+        raise WeightUpdateError(f"{where}: rank 0 does not answer; it has stopped, or something else listens there")
+    return joined
 
 
 class Groups:
@@ -272,6 +287,29 @@ def _await_master(where: str, address: str, port: int, deadline: float) -> str:
                     "while the engines join it"
                 ) from error
             time.sleep(_POLL_S)
+
+
+def _bounded(meet: Callable[[], Group], deadline: float) -> Group | None:
+    """What ``meet`` returns or raises, None where it does not end in time.
+
+    Torch waits for ever for a store that takes the connection and says nothing, so it waits in a thread of its own;
+    that one ends with the connection, or with this process.
+    """
+    met: list[Group] = []
+    errors: list[UnisonError] = []
+
+    def run() -> None:
+        try:
+            met.append(meet())
+        except UnisonError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="join-group", daemon=True)
+    thread.start()
+    thread.join(max(deadline - time.monotonic(), 0))
+    if errors:
+        raise errors[0]
+    return met[0] if met else None
 
 
 def _connect(keys: Store, rank: int, world_size: int, backend: str, local: str, timeout: timedelta) -> Any:

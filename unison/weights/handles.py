@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from unison.core.errors import WeightUpdateError
 from unison.processes.shared_memory import Handle, identify, open_handle
+from unison.weights.buffers import readable
 from unison.weights.checksum import buffer_checksum
 from unison.weights.cuda_ipc import CudaIpcHandle, open_cuda
 from unison.weights.manifest import BufferLayout
@@ -34,10 +31,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """``memory`` reads what ``owner`` maps, and must not outlive it."""
-
     identity: tuple[int, int, int]
-    owner: mmap.mmap
     memory: Tensor
 
 
@@ -52,7 +46,7 @@ class Mappings:
         return len(self._open)
 
     def memory(self, handle: Handle) -> Tensor:
-        """The bytes behind a handle, to be read until the next call and never written.
+        """The bytes behind a handle, to be read and never written.
 
         Raises WeightUpdateError where there is no such memory, or it is shorter than the handle says.
         """
@@ -105,10 +99,7 @@ def _compare(found: str, expected: str) -> None:
 
 
 def _map(handle: Handle, identity: tuple[int, int, int]) -> _Mapping:
-    owner = open_handle(handle)
+    memory = readable(open_handle(handle))
     if identify(handle) != identity:
         raise WeightUpdateError(f"shared memory {handle} was replaced while it was opened; send the handle again")
-    # Torch knows no tensors that cannot be written, so it is given the address alone.
-    address = np.frombuffer(owner, dtype=np.uint8).ctypes.data
-    view = (ctypes.c_uint8 * handle.num_bytes).from_address(address)
-    return _Mapping(identity, owner, torch.frombuffer(view, dtype=torch.uint8))
+    return _Mapping(identity, memory)

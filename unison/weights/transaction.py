@@ -235,7 +235,11 @@ class WeightStore:
 
 
 class WeightTransaction:
-    """One open update. Any error in it leaves the store as its staging promises."""
+    """One open update. Any error in it leaves the store as its staging promises.
+
+    For one thread at a time, abort included: what is still being received when another thread gives the update up
+    would be written into the next one.
+    """
 
     def __init__(self, store: WeightStore, version: int, copy: Copy) -> None:
         self.version = version

@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorsHash:
-    """xxh3_128 over name, dtype, shape and bytes of tensors; they are to be added in the order of their names."""
+    """``weights_checksum`` of tensors that are not there all at once; add them in the order of their names."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()

@@ -27,7 +27,6 @@ from unison.core.seeds import derive_seed
 from unison.rewards.scoring import score
 from unison.rollout.collect import collect
 from unison.training.prepare import prepare_columns
-from unison.weights.push import push_weights
 
 WORDS = {
     "fresh": "fresh rollouts",
@@ -63,17 +62,18 @@ async def train(arm: str, seed: int, options: argparse.Namespace, flags: list[st
     for step in range(parts.config.trainer.steps + 1):
         if step % options.every == 0:
             version += 1
-            push_weights(parts.engine.weights, past[-1], version)
+            parts.policy.publish(past[-1], version)
             result = await parts.evaluation.run(parts.client, version)
             records.append({"arm": arm, "seed": seed, "step": step, "accuracy": result.metrics()["eval/accuracy"]})
         if step == parts.config.trainer.steps:
             break
         version += 1
-        push_weights(parts.engine.weights, dict(disturbed(past[0], noise, derive_seed(seed, "noise", step))), version)
+        parts.policy.publish(dict(disturbed(past[0], noise, derive_seed(seed, "noise", step))), version)
         records.append({"arm": arm, "seed": seed, "step": step + 1, **await learn(parts, step + 1)})
         past.append(copied(parts.trainer.published()))
     parts.reward.close()
     parts.evaluation.close()
+    parts.policy.close()
     return records
 
 

@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 
 from unison.algorithms.assemble import assemble
+from unison.clients.open import open_fleet
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
+from unison.core.protocols import EngineClient
 from unison.core.sampling import SamplingParams
 from unison.data.cursor import Cursor
 from unison.data.mixture import part_config
 from unison.data.prompts import EncodedPrompt
 from unison.data.source import load_source
 from unison.data.training import TrainingPrompts, open_training
-from unison.engine.client import InProcessClient
 from unison.engine.end_tokens import end_token_ids
 from unison.engine.engine import Engine
 from unison.evaluation.sets import EvaluationSets
@@ -37,6 +38,7 @@ from unison.rewards.scoring import score
 from unison.rollout.collect import PromptTask, RolloutFunction
 from unison.rollout.filters import GroupFilter, load_filter
 from unison.rollout.functions import load_rollout
+from unison.rollout.policy_engine import InProcessPolicy, PolicyEngine, ServedPolicy
 from unison.text.tokenizer import Tokenizer
 from unison.training.arithmetic import check_arithmetic
 from unison.training.build import build_trainer
@@ -63,8 +65,7 @@ class Parts:
     """Of the files that make ids of texts and end a turn, as they were when they were read."""
     numerics: NumericsChoice
     tokenizer: Tokenizer
-    engine: Engine
-    client: InProcessClient
+    policy: PolicyEngine
     trainer: Trainer
     prompts: TrainingPrompts
     evaluation: EvaluationSets
@@ -85,6 +86,11 @@ class Parts:
         learn(self.cursor, reward_means)
 
     @property
+    def client(self) -> EngineClient:
+        """What samples from the policy."""
+        return self.policy.client
+
+    @property
     def num_skipped(self) -> int:
         return self.prompts.num_skipped
 
@@ -99,7 +105,10 @@ class Parts:
 
 
 def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
-    """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work."""
+    """All parts of a run. Raises a typed error, before weights are loaded, for what cannot work.
+
+    Whoever builds them closes ``policy``.
+    """
     check_arithmetic(config)
     check_trackers(config.log)
     algorithm = assemble(config)
@@ -116,17 +125,18 @@ def build_parts(config: TrainConfig, dump_dir: Path) -> Parts:
     notes = [*prompts.notes, *evaluation.notes]
     _check_context(config, spec, prompts.longest, evaluation)
     choice = choose_numerics(spec, config.model.dtype, config.model.numerics)
-    engine = _engine(config, folder, choice, tokenizer)
-    notes += [*choice.notes, *engine.notes]
+    trainer = build_trainer(config, algorithm, folder, choice, dump_dir)
+    # Last: servers are processes, which whoever holds them has to close.
+    policy = _policy(config, folder, choice, tokenizer, trainer)
+    notes += [*choice.notes, *policy.notes]
     return Parts(
         config=config,
         model_folder=folder,
         text_digest=_text_digest(folder),
         numerics=choice,
         tokenizer=tokenizer,
-        engine=engine,
-        client=InProcessClient(engine),
-        trainer=build_trainer(config, algorithm, folder, choice, dump_dir),
+        policy=policy,
+        trainer=trainer,
         prompts=prompts,
         evaluation=evaluation,
         reward=reward,
@@ -234,6 +244,19 @@ def _tokenizer(folder: Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json; training needs the model's tokenizer beside its weights")
     return Tokenizer.from_folder(folder)
+
+
+def _policy(
+    config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer, trainer: Trainer
+) -> PolicyEngine:
+    if config.rollout.engine == "in_process":
+        return InProcessPolicy(_engine(config, folder, choice, tokenizer))
+    policy = ServedPolicy(
+        lambda published: open_fleet(config, folder, choice, trainer.model.spec, published), trainer.published()
+    )
+    # The cores may have been divided.
+    set_threads(config.run.threads)
+    return policy
 
 
 def _engine(config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer) -> Engine:

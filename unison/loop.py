@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from unison.observability.run_folder import RunFolder, holds_run
 from unison.observability.sinks import JsonlSink, MultiSink
 from unison.observability.trackers.open import open_trackers
 from unison.processes.interruption import Interruption
-from unison.rewards.scoring import RewardReport, merge_reports, score
+from unison.rewards.scoring import RewardReport, is_scored, merge_reports, score
 from unison.rewards.summary import reward_metrics
 from unison.rollout.collect import PromptTask, collect, tasks_of
 from unison.rollout.filters import discarded_groups
@@ -50,7 +51,6 @@ from unison.run.wrap_up import (
 )
 from unison.training.prepare import prepare_columns
 from unison.training.totals import StepTotals
-from unison.weights.push import push_weights
 
 Metrics = dict[str, float]
 _NUM_FAILURES_SHOWN = 3
@@ -76,12 +76,13 @@ def run_training(
             if is_continued and start is not None and is_finished(folder, start.state, config):
                 return already_finished(folder, start.state)
             parts = build_parts(config, dump_dir=folder.failures)
-            config_toml = dump_toml(config, sources)
-            if is_continued:
-                folder.complete(command, numerics_of(parts))
-            else:
-                folder = RunFolder.create(path, config_toml, command, numerics=numerics_of(parts))
-            return _run(parts, folder, start, is_continued, config_toml)
+            with closing(parts.policy):
+                config_toml = dump_toml(config, sources)
+                if is_continued:
+                    folder.complete(command, numerics_of(parts), parts.policy.placement())
+                else:
+                    folder = RunFolder.create(path, config_toml, command, numerics_of(parts), parts.policy.placement())
+                return _run(parts, folder, start, is_continued, config_toml)
         except BaseException:
             if not is_continued:
                 folder.discard_unless_begun()
@@ -126,7 +127,7 @@ class Run:
         self.checkpoints = RunCheckpoints(parts, folder, progress.print, self._saved)
         self._progress = progress
         self._interruption = interruption
-        self._base_digest = parts.engine.weights.checksum()
+        self._base_digest = parts.policy.checksum()
         self._weights_digest = self._base_digest
         self._pending: list[Sample] = []
         self._pending_draws: list[int] = []
@@ -200,6 +201,7 @@ class Run:
             metrics |= step_accounts(self.parts, metrics, totals, time.perf_counter() - started)
             self.record(step, batch, totals)
             await self.conclude(step, metrics)
+            self._tell_events()
         await self._evaluate_last()
 
     async def rollout(self, step: int) -> tuple[Batch, Metrics]:
@@ -215,7 +217,7 @@ class Run:
             started = time.perf_counter()
             await self._collect(tasks)
             collected = time.perf_counter()
-            reports.append(self.score([sample for sample in self._pending if not _is_scored(sample)], step))
+            reports.append(self.score([sample for sample in self._pending if not is_scored(sample)], step))
             filtered = discarded_groups(self._pending, self.parts.group_filter)
             seconds, scored_s = seconds + collected - started, scored_s + time.perf_counter() - collected
             if not filtered or len(self._pending_draws) > rollout.refill:
@@ -254,6 +256,7 @@ class Run:
     def update(self, step: int, batch: Batch) -> StepTotals:
         """The optimizer steps; under exact numerics the trainer must find the rollout's very log-probs."""
         trainer = self.parts.trainer
+        self.parts.policy.before_training()
         batch.kept, batch.columns = prepare_columns(batch.samples, trainer.algorithm.truncated, batch.filtered)
         is_first = trainer.num_steps == 0
         totals = trainer.step(batch.columns, step, on_progress=self._trained, before_update=self._before_update)
@@ -266,12 +269,12 @@ class Run:
         """Give the engine the new weights; nothing moves where no token was trained."""
         started = time.perf_counter()
         if totals.updated:
-            commit = push_weights(self.parts.engine.weights, self.parts.trainer.published(), step)
-            self._weights_digest = commit.checksum
+            self._weights_digest = self.parts.policy.publish(self.parts.trainer.published(), step)
         elif not totals.critic_updated:
             self._progress.print(f"note: step {step}: no token was left to train on; the weights stay as they are")
+        self.parts.policy.after_training()
         return {
-            "weights/version": float(self.parts.engine.weights.version),
+            "weights/version": float(self.parts.policy.version),
             "weights/seconds": time.perf_counter() - started,
         }
 
@@ -314,7 +317,7 @@ class Run:
 
     async def evaluate(self, step: int) -> Metrics:
         """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
-        evaluation, version = self.parts.evaluation, self.parts.engine.weights.version
+        evaluation, version = self.parts.evaluation, self.parts.policy.version
         with stoppable(self.parts.client, self._interruption) as client:
             try:
                 result = await evaluation.run(
@@ -346,7 +349,7 @@ class Run:
             step=self.step,
             begun_at=self._begun_at,
             optimizer_steps=self.parts.trainer.num_steps,
-            weights_version=self.parts.engine.weights.version,
+            weights_version=self.parts.policy.version,
             weights_digest=self._weights_digest,
             base_digest=self._base_digest,
             cursor=self.parts.cursor.state_dict(),
@@ -386,6 +389,7 @@ class Run:
             )
 
     def close(self) -> None:
+        self._tell_events()
         self.checkpoints.close()
         self.parts.reward.close()
         self.parts.evaluation.close()
@@ -438,6 +442,11 @@ class Run:
             self._sinks.log(self.step, metrics)
             self.checkpoints.save(self.state, metrics)
 
+    def _tell_events(self) -> None:
+        for event in self.parts.policy.events():
+            self.folder.event("engine", step=self.step, text=event)
+            self._progress.print(f"note: {event}")
+
     def _warn(self, message: str) -> None:
         self._progress.print(f"warning: {message}")
 
@@ -488,7 +497,3 @@ class Run:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.parts.tokenizer.decode(ids, skip_special=False)
-
-
-def _is_scored(sample: Sample) -> bool:
-    return sample.reward is not None or sample.status is SampleStatus.UNSCORABLE

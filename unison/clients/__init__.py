@@ -1,1 +1,1 @@
-"""EngineClients for servers, and the servers that a run starts."""
+"""Clients of servers: one that samples, one that controls, and the fleet of a training run."""

@@ -19,6 +19,8 @@ FIXED: Final[Mapping[str, str]] = {
 """Key or section -> why it stays as it is; all else may change. ``run.dir`` only says where the folder lies now."""
 
 _NEVER_MEANT: Final = ("run.dir",)
+_NEVER_MATTERS: Final = ("rollout.engine",)
+"""Where samples are drawn is no part of what they are."""
 
 
 def check_changes(old: TrainConfig, new: TrainConfig, *, has_pending: bool = False) -> dict[str, tuple[Any, Any]]:
@@ -47,7 +49,7 @@ def describe(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
 
 
 def _why_fixed(path: str, has_pending: bool) -> str | None:
-    if has_pending and path.startswith("rollout."):
+    if has_pending and path.startswith("rollout.") and path not in _NEVER_MATTERS:
         return (
             "a rollout is half done under the old settings; finish its step first, with trainer.steps set to end there"
         )

@@ -5,9 +5,13 @@ How the batch settings fit together is checked where the batch is made, in ``uni
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from unison.config.schema import RewardConfig, TrainConfig
+from unison.config.schema import EngineConfig, RewardConfig, TrainConfig
+from unison.config.section import Section
+from unison.config.serving import ServersConfig
 from unison.core.errors import ConfigError, RequestError
 from unison.core.sampling import SamplingParams
 
@@ -21,6 +25,7 @@ def check_config(config: TrainConfig) -> None:
     _check_filter(config)
     _check_data(config)
     check_reward(config.reward)
+    _check_servers(config)
 
 
 def _check_names(config: TrainConfig) -> None:
@@ -103,6 +108,43 @@ def check_reward(reward: RewardConfig) -> None:
                 "remove one of them"
             )
 
+
+def _check_servers(config: TrainConfig) -> None:
+    """Settings of ``[server]`` that would have no effect."""
+    server = config.server
+    if config.rollout.engine != "server":
+        _refuse_set(server, "server", ServersConfig.__struct_fields__, 'without rollout.engine="server"')
+        return
+    if server.urls:
+        _refuse_set(server, "server", _OF_OWN_SERVERS, "on servers that run already (server.urls)")
+        _refuse_set(
+            config.engine, "engine", EngineConfig.__struct_fields__, "on servers that run already (server.urls)"
+        )
+        _check_urls(server.urls)
+    if server.transport == "disk":
+        _refuse_set(server, "server", ("bucket_mb",), 'with server.transport="disk"')
+    else:
+        _refuse_set(server, "server", ("disk_dir", "disk_delta"), f'with server.transport="{server.transport}"')
+
+
+def _refuse_set(section: Section, name: str, keys: Iterable[str], why: str) -> None:
+    neutral = type(section)()
+    for key in keys:
+        value = getattr(section, key)
+        if value != getattr(neutral, key):
+            raise ConfigError(f"{name}.{key}={value!r} has no effect {why}; remove one of them")
+
+
+def _check_urls(urls: Sequence[str]) -> None:
+    for url in urls:
+        if not _URL.fullmatch(url):
+            raise ConfigError(f"server.urls holds {url!r}; give each like http://127.0.0.1:30000")
+    if len(set(urls)) < len(urls):
+        raise ConfigError("server.urls names a server twice; name each once")
+
+
+_OF_OWN_SERVERS: Final = ("count", "placement", "start_s")
+_URL: Final = re.compile(r"https?://[A-Za-z0-9_.\-\[\]:]+/?")
 
 _NAMES_DATA: Final = {"jsonl": "FILE.jsonl", "parquet": "FILE.parquet", "datasets": "FOLDER_OR_NAME"}
 """Sources that read what data.train and data.eval name, with an example."""

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from unison.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, ReferenceConfig
 from unison.config.section import Options, Schedule, Section
+from unison.config.serving import ServersConfig
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["auto", "exact", "fast"]
@@ -178,6 +179,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
+    engine: Annotated[
+        Literal["in_process", "server"],
+        Meta(description="Where samples are drawn: in the trainer's own process, or by servers, as [server] says."),
+    ] = "in_process"
     prompts_per_step: Annotated[int, Meta(ge=1, description="Prompts drawn for each training step.")] = 16
     samples_per_prompt: Annotated[int, Meta(ge=1, le=4096, description="Samples of each prompt: the group.")] = 8
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature.")] = 1.0
@@ -396,6 +401,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    server: ServersConfig = ServersConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
     reference: ReferenceConfig = ReferenceConfig()

@@ -101,3 +101,9 @@ class ServersConfig(Section, frozen=True, kw_only=True):
     ] = 3600.0
     update_s: Annotated[float, Meta(gt=0, le=86400, description="Deadline in seconds of one weight update.")] = 300.0
     start_s: Annotated[float, Meta(gt=0, le=86400, description="Deadline in seconds of a server's start.")] = 300.0
+    silence_s: Annotated[
+        float,
+        Meta(
+            gt=0, le=86400, description="A server that answers nothing for so long is given no requests until it does."
+        ),
+    ] = 20.0

@@ -39,12 +39,14 @@ class RunFolder:
         config_toml: str,
         command: Sequence[str],
         numerics: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
         *,
         warn: Warn = warn_on_stderr,
     ) -> RunFolder:
         """Make the folder with config.toml, environment.json and README.md.
 
-        ``command`` is the words that started the run; ``numerics`` is kept in environment.json.
+        ``command`` is the words that started the run; ``numerics``, and ``engine`` (where sampling takes place), are
+        kept in environment.json.
         Raises ConfigError for a folder that holds a run already or cannot be written.
         """
         folder = Path(path)
@@ -54,7 +56,7 @@ class RunFolder:
             run = cls(folder, warn=warn)
             # Whole or not at all: half a configuration would keep the run from being started again.
             write_new(run.config, config_toml.encode("utf-8", "backslashreplace"))
-            run._describe(command, numerics)
+            run._describe(command, numerics, engine)
         except FileExistsError:
             # Of two runs that start at once in one folder, the second is refused here.
             raise ConfigError(_used(folder, "config.toml")) from None
@@ -73,16 +75,24 @@ class RunFolder:
         """The folder of a run that is to be continued."""
         return cls(path, warn=warn)
 
-    def complete(self, command: Sequence[str], numerics: Mapping[str, Any] | None = None) -> None:
+    def complete(
+        self,
+        command: Sequence[str],
+        numerics: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write environment.json and README.md where they are missing: a kill may have come before them."""
         try:
-            self._describe(command, numerics)
+            self._describe(command, numerics, engine)
         except OSError as error:
             self._warn(f"cannot write {error.filename or self.path}: {error.strerror}")
 
-    def _describe(self, command: Sequence[str], numerics: Mapping[str, Any] | None) -> None:
+    def _describe(
+        self, command: Sequence[str], numerics: Mapping[str, Any] | None, engine: Mapping[str, Any] | None
+    ) -> None:
         if not self.environment.exists():
-            self._write_json("environment.json", describe_environment(numerics or {}))
+            described = describe_environment(numerics or {})
+            self._write_json("environment.json", described | ({"engine": dict(engine)} if engine else {}))
         if not self.readme.exists():
             self._write_text("README.md", _readme(self.path.name, command))
 

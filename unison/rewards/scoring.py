@@ -70,6 +70,11 @@ class _Calls:
     kinds: list[str] = field(default_factory=list)
 
 
+def is_scored(sample: Sample) -> bool:
+    """Whether it has its reward, or cannot have one."""
+    return sample.reward is not None or sample.status is SampleStatus.UNSCORABLE
+
+
 def score(samples: Sequence[Sample], reward: Grader | RewardFunction) -> RewardReport:
     """Fill ``reward`` and ``reward_parts`` of each finished sample, in place.
 

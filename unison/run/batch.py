@@ -70,7 +70,7 @@ def ledger_entry(
         loss=totals.loss,
         grad_norm=totals.grad_norm,
         optimizer_steps=parts.trainer.num_steps,
-        weights_version=parts.engine.weights.version,
+        weights_version=parts.policy.version,
         weights_digest=digests.weights,
         base_digest=digests.base,
         samples_sha256=digests.samples,

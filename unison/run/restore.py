@@ -33,7 +33,6 @@ from unison.rollout.collect import unanswered, unscored
 from unison.rollout.ledger import read_ledger
 from unison.run.replay import config_of_step, weights_after
 from unison.weights.checksum import tensors_digest
-from unison.weights.push import push_weights
 
 CONFIG: Final = "config.toml"
 
@@ -148,7 +147,7 @@ def restore(parts: Parts, start: Start, base_digest: str) -> None:
             f"the restored weights have the digest {digest[:16]}, the saved ones {state.weights_digest[:16]}"
         )
     if state.weights_version > 0:
-        push_weights(parts.engine.weights, published, state.weights_version)
+        parts.policy.publish(published, state.weights_version)
     _restore_cursor(parts, start)
     if start.random is not None:
         restore_random_states(start.random)

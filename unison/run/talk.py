@@ -15,7 +15,7 @@ from unison.training.arithmetic import BatchArithmetic
 
 def introduction(parts: Parts, folder: Path) -> list[str]:
     """What runs, where, and what the batch settings come to."""
-    config, spec = parts.config, parts.engine.model.spec
+    config, spec = parts.config, parts.trainer.model.spec
     arithmetic = replace(BatchArithmetic.from_config(config), max_prompt_tokens=parts.longest_prompt)
     return [
         *(f"note: {note}" for note in parts.notes),

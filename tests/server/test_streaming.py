@@ -245,3 +245,12 @@ def test_a_slow_reader_gets_fewer_pieces_and_a_silent_one_is_cut_off(make_front:
         # The others never noticed.
         assert httpx.post(f"{server.url}/generate", json={"text": "a"}, timeout=20).status_code == 200
         sock.close()
+
+
+def test_no_character_of_an_answer_ends_a_line_of_the_stream(front: Front) -> None:
+    ids = list("a\x85b\u2028c\u2029d".encode())
+    body = {"input_ids": IDS, "stream": True, "sampling_params": {"forced_ids": ids, "max_new_tokens": len(ids)}}
+    response = call(front, "/generate", body)
+    lines = [line for line in response.content.decode().splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["text"] == "a\x85b\u2028c\u2029d"

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("unison.server")
 DONE: Final = b"data: [DONE]\n\n"
+_LINE_ENDS: Final = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
+"""Characters at which many clients end a line, though the format of events does not."""
 
 
 class _SoFar:
@@ -80,6 +82,13 @@ class _SoFar:
         return text[first_char:], tokens.since(first)
 
 
+def one_line(text: bytes) -> bytes:
+    """JSON in UTF-8 with nothing left in it that any client takes for the end of a line."""
+    for character, escape in _LINE_ENDS.items():
+        text = text.replace(character, escape)
+    return text
+
+
 class EventStream(Response):
     """The response that sends a batch's pieces as they come, each with its ``index`` where there are several."""
 
@@ -115,7 +124,7 @@ class EventStream(Response):
             if piece is None:
                 num_open -= 1
             else:
-                data = b"data: " + msgspec.json.encode(piece) + b"\n\n"
+                data = b"data: " + one_line(msgspec.json.encode(piece)) + b"\n\n"
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 

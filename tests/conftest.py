@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tiny_models import write_tiny_model
+from unison.ops.isa import leave_amx_alone
 
 TinyModelDir = Callable[..., Path]
 
@@ -16,6 +17,8 @@ TinyModelDir = Callable[..., Path]
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side; one thread each keeps them from waiting for one another's cores.
     torch.set_num_threads(1)
+    # Before any test multiplies: afterwards it is too late for those that ask for exact numerics.
+    leave_amx_alone()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ Dims: M rows, K in, N out.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,17 +44,18 @@ class PackedWeight:
 Weight = Tensor | PackedWeight
 
 
+@cache
 def _has_kernel() -> bool:
+    # Asked for when it is needed: oneDNN settles on its instructions with the answer.
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     return all(hasattr(torch.ops.mkldnn, name) for name in names) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-_HAS_KERNEL = _has_kernel()
-_product: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_KERNEL else None
+_product: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build and machine have the kernel, and it takes weights of ``dtype``: bfloat16 alone."""
-    return _HAS_KERNEL and dtype == torch.bfloat16
+    return dtype == torch.bfloat16 and _has_kernel()

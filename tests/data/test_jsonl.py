@@ -143,7 +143,7 @@ def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
     [
         ("a.parquet", b"PAR1\x15\x04", 'a.parquet looks like Parquet: set data.source = "parquet"'),
         ("a.jsonl", b"PAR1\x15\x04", 'a.jsonl looks like Parquet: set data.source = "parquet"'),
-        ("a.jsonl", gzip.compress(b'{"prompt":"a","label":"1"}', mtime=0), "looks like gzip: give it a name that ends in .gz"),
+        ("a.jsonl", gzip.compress(b'{"prompt":"a"}', mtime=0), "looks like gzip: give it a name that ends in .gz"),
         ("f/state.json", b"{}", 'f looks like a data set that was saved: set data.source = "datasets"'),
         ("f/dataset_info.json", b"{}", 'set data.source = "datasets"'),
         ("f/dataset_dict.json", b"{}", 'set data.source = "datasets"'),

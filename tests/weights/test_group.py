@@ -253,7 +253,7 @@ def test_a_trainer_with_a_default_group_is_told_what_to_do() -> None:
         join_group("g", "127.0.0.1", master.port, 1, 2, timeout_s=0.5)
 
 
-def test_a_name_can_be_used_again_once_it_was_left() -> None:
+def test_a_name_can_be_used_again_left_or_not() -> None:
     groups = Groups()
     with pytest.raises(WeightUpdateError, match="'w' was not joined here"):
         groups.leave("w")
@@ -264,13 +264,12 @@ def test_a_name_can_be_used_again_once_it_was_left() -> None:
         thread.start()
         sender = join_group("w", "127.0.0.1", port, 0, 2, timeout_s=10, listener=listener)
         thread.join()
-        with pytest.raises(WeightUpdateError, match="'w' was joined already"):
-            groups.join("w", "127.0.0.1", port, 1, 2, "gloo", 10)
         memory = torch.zeros(8, dtype=torch.uint8)
         with sending(lambda sender=sender, round_=round_: sender.send_bucket(torch.full((8,), round_).byte())):
             groups.find("w").receive_bucket(BufferLayout((), 8), memory, flattened=True)
         assert memory.tolist() == [round_] * 8
-        groups.leave("w")
+        if round_ == 0:
+            groups.leave("w")
         sender.leave()
 
 

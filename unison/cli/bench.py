@@ -70,7 +70,11 @@ def _parser() -> ArgumentParser:
         here.add_argument(f"--{ENGINE}{field.name}", metavar="X", help=f"as in a configuration ({field.default})")
     there = parser.add_argument_group("against a server")
     there.add_argument("--url", metavar="URL", help="ask this server, like http://127.0.0.1:8000")
-    there.add_argument("--api", choices=("sglang", "openai"), help="what it speaks: /generate or /v1/completions")
+    there.add_argument(
+        "--api",
+        choices=("sglang", "openai"),
+        help="what it speaks: /generate (if not said) or /v1/completions",
+    )
     there.add_argument("--timeout", type=float, metavar="S", help="how long it may be silent, in seconds (600)")
     return parser
 
@@ -89,8 +93,6 @@ def _check(options: argparse.Namespace) -> None:
     else:
         engine = {name for name in given if name.startswith(ENGINE)}
         useless, why = given & set(HERE_ONLY) | engine, "has no effect on a server; leave it out with --url"
-        if options.api is None:
-            raise ConfigError("unison bench: --url needs --api sglang or --api openai")
     if useless:
         raise ConfigError(f"unison bench: --{min(useless)} {why}")
 
@@ -130,7 +132,7 @@ def _server(options: argparse.Namespace) -> Target:
 
     timeout_s = 600.0 if options.timeout is None else options.timeout
     return HttpTarget(
-        options.url, APIS[options.api], options.model, timeout_s=timeout_s, concurrency=options.concurrency
+        options.url, APIS[options.api or "sglang"], options.model, timeout_s=timeout_s, concurrency=options.concurrency
     )
 
 

@@ -9,6 +9,7 @@ Two departures: an update that lacks tensors is refused, and update_weight_versi
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -110,6 +111,11 @@ async def init_weights_update_group(front: Front, body: InitGroupBody) -> dict[s
         body.backend,
         body.timeout_s,
     )
+    update = front.updates.open
+    if update is not None and update.origin == "bucket":
+        await front.updates.alone(
+            "init_weights_update_group", lambda: front.updates.abort("a group was opened: whoever staged it began anew")
+        )
     result = await front.link.command(action, body.timeout_s + 10.0)
     return {"success": True, "message": f"joined {body.group_name!r} as rank {body.rank_offset}", **result}
 
@@ -297,6 +303,14 @@ async def _take_bucket(
     update = updates.open
     if update is not None and update.origin == "own":
         raise CommandFailed("state", f"an update to version {update.version} by /weights/begin is open")
+    if is_whole and update is not None and update.origin == "bucket":
+        # Its tensors may be those of a trainer that is gone: they must not become part of another's.
+        silent_s = time.monotonic() - update.spoken
+        raise CommandFailed(
+            "state",
+            f"buckets of an update to version {update.version} are staged, and nobody spoke of it for {silent_s:.0f} "
+            "s; end it, or give it up with /weights/abort",
+        )
     if update is None:
         update = await updates.begin(front.link.version + 1, None, "bucket")
     if body.weight_version is not None:

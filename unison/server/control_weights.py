@@ -45,7 +45,7 @@ class StageBody(Body, frozen=True, kw_only=True):
     """One of three transports, each with fields of its own."""
 
     version: Version
-    transport: Literal["handle", "group", "disk"]
+    transport: Literal["handles", "handle", "group", "disk"]
     handle: Handle | CudaIpcHandle | None = None
     layout_id: str = ""
     layout: BufferLayout | None = None
@@ -103,9 +103,9 @@ async def weights_stage(front: Front, body: StageBody) -> dict[str, Any]:
 
 
 def _stage_action(body: StageBody) -> StageHandle | StageGroup | StageDisk:
-    if body.transport == "handle":
+    if body.transport in ("handles", "handle"):
         if body.handle is None:
-            raise Refused("request", "transport handle needs `handle`", "handle")
+            raise Refused("request", "transport handles needs `handle`", "handle")
         _check_layout(body)
         return StageHandle(body.version, body.handle, body.layout_id, body.layout, body.checksum)
     if body.transport == "group":

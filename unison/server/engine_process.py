@@ -53,6 +53,12 @@ def main() -> None:
     except UnisonError as error:
         channel.send([NotStarted(str(error))])
         os._exit(_EXIT_FAILED)
+    except (RuntimeError, MemoryError) as error:
+        # torch's own, for memory it does not get.
+        reason = str(error).split("\n", 1)[0]
+        text = f"the engine cannot be built ({type(error).__name__}: {reason}); perhaps a lower engine.kv_tokens fits"
+        channel.send([NotStarted(text)])
+        os._exit(_EXIT_FAILED)
     channel.send([Ready(info, host.engine.weights.version)])
     try:
         host.run()

@@ -200,6 +200,28 @@ _ONE_ENGINE: Final = "there is one engine"
 _OWN_KEYS: Final = "the server makes the keys of its prefix cache itself"
 _LABEL: Final = "it is a label and changes no answer"
 
+_OF_SAMPLING: Final = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "no_stop_trim",
+    "n",
+    "logit_bias",
+    "sampling_seed",
+    "seed",
+)
+"""Beside sampling_params they would be passed over, and the answer would be another one than was meant."""
+
 REQUEST_FIELDS: Final[tuple[Field, ...]] = (
     used("rid", text(MAX_RID_CHARS), each=True),
     used("text", PROMPT),
@@ -248,6 +270,15 @@ REQUEST_FIELDS: Final[tuple[Field, ...]] = (
     refused("bootstrap_host", _NO_SPLIT),
     refused("bootstrap_port", _NO_SPLIT),
     refused("bootstrap_room", _NO_SPLIT),
+    # Not of this contract, and meant all the same.
+    refused("prompt", "use text"),
+    refused("prompts", "use text, which takes a list too"),
+    refused("prompt_token_ids", "use input_ids"),
+    refused("token_ids", "use input_ids"),
+    refused("messages", "chat templates are not rendered here; send text or input_ids"),
+    *(refused(name, "it belongs into sampling_params") for name in _OF_SAMPLING),
+    refused("max_tokens", "use sampling_params.max_new_tokens"),
+    refused("max_completion_tokens", "use sampling_params.max_new_tokens"),
     refused("max_thinking_tokens", "thinking has no limit of its own; use max_new_tokens"),
 )
 
@@ -276,6 +307,9 @@ SAMPLING_FIELDS: Final[tuple[Field, ...]] = (
     used("forbidden_token_ids", ids(MAX_LISTED_IDS)),
     used("forced_ids", ids(1 << 20)),
     ignored("spaces_between_special_tokens", "text is decoded by the tokenizer's own decoder, which puts none there"),
+    refused("max_tokens", "use max_new_tokens"),
+    refused("max_completion_tokens", "use max_new_tokens"),
+    refused("min_tokens", "use min_new_tokens"),
     refused("stop_regex", "use stop strings"),
     refused("json_schema", _NO_GRAMMAR),
     refused("regex", _NO_GRAMMAR),

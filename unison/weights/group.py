@@ -185,9 +185,9 @@ class Groups:
     def join(
         self, name: str, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float
     ) -> Group:
-        """As ``join_group``. Raises WeightUpdateError for a name that was not left."""
+        """As ``join_group``. A group of the same name is left first: its trainer has begun anew."""
         if name in self._groups:
-            raise WeightUpdateError(f"group {name!r} was joined already; leave it first")
+            self.leave(name)
         self._groups[name] = join_group(name, address, port, rank, world_size, backend, timeout_s)
         return self._groups[name]
 

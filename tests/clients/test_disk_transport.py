@@ -25,7 +25,7 @@ from unison.models.loading import read_config
 from unison.models.numerics import choose_numerics
 from unison.models.registry import read_spec
 from unison.processes.shared_memory import open_handle
-from unison.weights.disk import read_manifest
+from unison.weights.version_files import read_manifest
 
 
 class FakeControl:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from unison.algorithms.assemble import assemble
-from unison.clients.open import open_fleet
+from unison.clients.disk_transport import sweep
+from unison.clients.open import open_fleet, run_folder
 from unison.config.schema import RolloutConfig, TrainConfig
 from unison.core.errors import ConfigError, ModelError
 from unison.core.protocols import EngineClient
@@ -249,10 +250,13 @@ def _tokenizer(folder: Path) -> Tokenizer:
 def _policy(
     config: TrainConfig, folder: Path, choice: NumericsChoice, tokenizer: Tokenizer, trainer: Trainer
 ) -> PolicyEngine:
+    sweep(run_folder(config))
     if config.rollout.engine == "in_process":
         return InProcessPolicy(_engine(config, folder, choice, tokenizer))
+    end_ids = end_token_ids(folder, tokenizer.eos_token_id)
     policy = ServedPolicy(
-        lambda published: open_fleet(config, folder, choice, trainer.model.spec, published), trainer.published()
+        lambda published: open_fleet(config, folder, choice, trainer.model.spec, end_ids, published),
+        trainer.published(),
     )
     # The cores may have been divided.
     set_threads(config.run.threads)

@@ -200,6 +200,8 @@ class SmallServer:
         found, start = [], 0
         for run in runs:
             label = self.labels.get(run.version, str(run.version))
+            if self.spoilt("foreign label"):
+                label = "another trainer's"
             found.append({"version": label, "start": start, "end": start + run.count})
             start += run.count
         return found

@@ -211,6 +211,14 @@ def test_what_a_lost_server_was_at_is_drawn_elsewhere_to_the_bit(pair: Fleet, re
     assert any("is given no requests" in event for event in pair.events())
 
 
+def test_what_was_sampled_under_somebody_elses_label_is_drawn_again(pair: Fleet, reference: Engine) -> None:
+    for member in pair.members:
+        spoil(member, "foreign label")
+    asked = requests(6, SHORT)
+    assert_same(draw(pair, asked), expected_of(reference, asked))
+    assert any('labelled "another trainer\'s"' in event for event in pair.events())
+
+
 def test_a_refused_update_is_tried_once_more_and_then_the_old_version_goes_on(pair: Fleet, reference: Engine) -> None:
     spoil(pair.members[1], "spoil prepare")
     version = publish_next(pair, reference)
@@ -370,5 +378,19 @@ def test_expectations_cover_what_decides_over_bits(folder: Path) -> None:
 
     spec = read_spec(read_config(folder))
     config = load_config([], ["--model.path", str(folder), "--rollout.engine", "server", "--trainer.steps", "0"]).config
-    expected = expectations(config, choose_numerics(spec, "float32", "exact"), spec)
-    assert set(expected) == {"dtype", "numerics", "sampler", "torch", "vocab_size", "num_parameters", "staging"}
+    expected = expectations(config, choose_numerics(spec, "float32", "exact"), spec, {7, 2})
+    assert set(expected) == {
+        "dtype",
+        "numerics",
+        "sampler",
+        "torch",
+        "vocab_size",
+        "num_parameters",
+        "architecture",
+        "end_ids",
+        "staging",
+    }
+    assert expected["end_ids"] == [2, 7]
+    other = replace(spec, norm_epsilon=2 * spec.norm_epsilon)
+    assert other.num_parameters() == spec.num_parameters()
+    assert other.digest != spec.digest

@@ -160,6 +160,34 @@ def test_our_own_abort_comes_back_as_an_abort_with_what_there_is(url: str, refer
     assert output.resume("again").output_ids == tuple(output.token_ids)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_that_somebody_else_aborts_is_drawn_to_its_end(
+    url: str, server: SmallServer, reference: Engine, is_streamed: bool
+) -> None:
+    asked = request(sampling=replace(LONG, max_new_tokens=120))
+
+    async def draw() -> GenerationOutput | None:
+        async with ServerClient(url) as client:
+            if is_streamed:
+                task = asyncio.create_task(_last_of(client, asked))
+            else:
+                task = asyncio.create_task(client.generate(asked))
+            while not server.engine.has_work:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            server.client.abort()
+            return await task
+
+    server.requests.clear()
+    output = asyncio.run(draw())
+    assert output is not None and essence(output) == essence(alone(reference, asked))
+    assert len(server.requests) == 2
+
+
+async def _last_of(client: ServerClient, asked: GenerationRequest) -> GenerationOutput | None:
+    return [delta async for delta in client.stream(asked)][-1].output
+
+
 def test_an_abort_that_overtakes_its_request_still_ends_it(url: str) -> None:
     async def draw() -> GenerationOutput:
         async with ServerClient(url) as client:

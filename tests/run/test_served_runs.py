@@ -183,6 +183,10 @@ def test_a_run_that_is_ended_while_its_servers_start_leaves_none(model: Path, tm
         ),
         (["--rollout.engine", "server", "--server.urls", '["127.0.0.1:1"]'], r"give each like http://"),
         (
+            ["--rollout.engine", "server", "--server.urls", '["http://127.0.0.1:1", "http://127.0.0.1:1/"]'],
+            r"server\.urls names a server twice",
+        ),
+        (
             ["--rollout.engine", "server", "--server.transport", "disk", "--server.bucket_mb", "2"],
             r'server\.bucket_mb=2 has no effect with server\.transport="disk"',
         ),

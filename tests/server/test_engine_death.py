@@ -195,6 +195,19 @@ def test_an_engine_killed_at_a_commit_leaves_one_version_or_the_other(model: Pat
             assert answer["output_ids"] == expected(engine, 5, 8)[0]
 
 
+@pytest.mark.slow
+def test_a_commit_that_fails_after_the_swap_leaves_the_version_that_the_front_end_knows(
+    model: Path, engine: Engine
+) -> None:
+    with serving(model, env={"UNISON_FAULT": "server.committed:1:raise"}) as server:
+        with pytest.raises(AssertionError):
+            push(server, engine, 2, scale=0.5)
+        server.wait_for_restart(0)
+        answer = server.generate(PROMPT, seed=5)
+        assert answer["meta_info"]["weight_version"] == "default"
+        assert answer["output_ids"] == expected(engine, 5, 8)[0]
+
+
 def test_a_killed_front_end_takes_its_engine_along(model: Path) -> None:
     with serving(model) as server:
         family = descendants(server.process.pid)

@@ -24,7 +24,7 @@ from unison.clients.resume import Call, Piece, draw_whole
 from unison.clients.routing import Router
 from unison.clients.transports import Transport
 from unison.clients.update import Update
-from unison.clients.wire import check_carried
+from unison.clients.wire import ForeignLabelError, check_carried
 from unison.config.serving import ServersConfig
 from unison.core.errors import RequestError, ServerError, UnisonError, WeightUpdateError
 from unison.core.protocols import EngineClient
@@ -188,6 +188,10 @@ class Fleet:
         except BusyError:
             member.wake.set()
             raise
+        except ForeignLabelError as error:
+            # Somebody else has relabelled or replaced its weights meanwhile.
+            self._keeper.fence(member, str(error))
+            raise LostError(str(error)) from error
         wrong = {run.version for run in piece.output.weight_versions if not oldest <= run.version <= self.version}
         if wrong:
             # It was begun anew by somebody else: nothing that it says now is of the present policy.

@@ -140,11 +140,12 @@ async def attempt(endpoint: Endpoint, call: Call) -> Piece:
 
 
 def as_piece(answer: Answer, request: GenerationRequest, seed: int, where: str) -> Piece:
-    """An answer with the reason for which the server cut it short, if it did so of itself."""
+    """An answer with the reason for which it was cut short, if it was."""
     output = make_output(answer, request, seed, where)
     finish = answer.meta_info.finish_reason
-    why = "" if finish is None or finish.type != "abort" else finish.err_type or ""
-    return Piece(output, bool(why), f"{where} cut it short: {why}")
+    if finish is None or finish.type != "abort":
+        return Piece(output)
+    return Piece(output, True, f"{where} cut it short: {finish.err_type or finish.message}")
 
 
 async def abort_on(endpoint: Endpoint, rid: str, is_open: Callable[[], bool]) -> None:

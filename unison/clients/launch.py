@@ -96,6 +96,13 @@ class ServerProcess:
     async def start(self) -> str:
         """Start it, or start it anew; its url once it can serve. Raises ServerError with its last words."""
         self.kill()
+        try:
+            return await self._start()
+        except OSError as error:
+            self.kill()
+            raise ServerError(f"a server could not be started: {error}") from error
+
+    async def _start(self) -> str:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         reader, writer = os.pipe()
         try:

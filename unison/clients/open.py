@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unison.clients.cores import Shares, available, divide_cores
-from unison.clients.disk_transport import DiskTransport
+from unison.clients.disk_transport import DiskTransport, sweep
 from unison.clients.fleet import Fleet, Plan
 from unison.clients.group_transport import GroupTransport
 from unison.clients.launch import Launch, ServerProcess
@@ -25,7 +25,12 @@ from unison.models.spec import DecoderSpec
 
 
 def open_fleet(
-    config: TrainConfig, folder: Path, choice: NumericsChoice, spec: DecoderSpec, published: Mapping[str, Tensor]
+    config: TrainConfig,
+    folder: Path,
+    choice: NumericsChoice,
+    spec: DecoderSpec,
+    end_ids: Iterable[int],
+    published: Mapping[str, Tensor],
 ) -> Fleet:
     """The servers of ``[server]``, ready for requests. Raises ConfigError, ServerError."""
     server = config.server
@@ -41,7 +46,7 @@ def open_fleet(
     )
     key = _key(server.admin_key_env)
     processes = () if server.urls else tuple(ServerProcess(launch, cores, key) for cores in shares.servers)
-    expected = expectations(config, choice, spec)
+    expected = expectations(config, choice, spec, end_ids)
 
     async def check(member: Member) -> None:
         check_info(member.name, await member.link.info(), expected)
@@ -58,7 +63,9 @@ def open_fleet(
     return Fleet(plan, published)
 
 
-def expectations(config: TrainConfig, choice: NumericsChoice, spec: DecoderSpec) -> dict[str, Any]:
+def expectations(
+    config: TrainConfig, choice: NumericsChoice, spec: DecoderSpec, end_ids: Iterable[int]
+) -> dict[str, Any]:
     """What ``/server_info`` must say, so that its answers are those of an engine in this process."""
     return {
         "dtype": choice.dtype_name,
@@ -67,6 +74,9 @@ def expectations(config: TrainConfig, choice: NumericsChoice, spec: DecoderSpec)
         "torch": str(torch.__version__),
         "vocab_size": spec.vocab_size,
         "num_parameters": spec.num_parameters(),
+        # Weights of another model can have these very sizes.
+        "architecture": spec.digest,
+        "end_ids": sorted(end_ids),
         "staging": config.server.staging,
     }
 
@@ -98,11 +108,22 @@ def _key(variable: str | None) -> str | None:
 def _transport(config: TrainConfig) -> Transport:
     server = config.server
     if server.transport == "disk":
-        root = Path(server.disk_dir) if server.disk_dir is not None else run_folder(config)
+        root = run_folder(config)
+        if server.disk_dir is not None:
+            root = Path(server.disk_dir)
+            _check_writable(root)
+            sweep(root)
         return DiskTransport(root, use_delta=server.disk_delta)
     if server.transport == "group":
         return GroupTransport(server.bucket_mb << 20)
     return HandleTransport(server.bucket_mb << 20)
+
+
+def _check_writable(root: Path) -> None:
+    """Raise ConfigError where no folder can be made under ``root``: it would be noticed after a whole step."""
+    nearest = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"server.disk_dir={str(root)!r} cannot be written: {nearest} is no folder to write into")
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -26,7 +26,7 @@ _MAX_NAME_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An answer as a server gave it. ``is_cut``: it stopped for the server's own reasons, which ``why`` names."""
+    """An answer as a server gave it. ``is_cut``: it stopped before its end, for what ``why`` says."""
 
     output: GenerationOutput
     is_cut: bool = False

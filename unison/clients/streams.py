@@ -37,11 +37,11 @@ async def stream_whole(
                 async for answer in answers:
                     finish = answer.meta_info.finish_reason
                     if finish is not None:
-                        cut = finish.type == "abort" and bool(finish.err_type) and not call.aborted.is_set()
+                        cut = finish.type == "abort" and not call.aborted.is_set()
                         yield _delta(call, request, latest, answer, shown, is_last=not cut)
                         if not cut:
                             return
-                        latest, why = answer, f"the server cut it short: {finish.err_type}"
+                        latest, why = answer, f"the server cut it short: {finish.err_type or finish.message}"
                         break
                     yield _delta(call, request, latest, answer, shown, is_last=False)
                     latest = answer

@@ -46,9 +46,11 @@ class Update:
         return [BufferLayout(tuple(piece), self.layout.num_bytes) for piece in pieces]
 
     def close(self) -> None:
-        """Give the memory back, once nobody maps it any more."""
+        """Give the memory back, although servers keep it mapped for a while: they would hold a whole model."""
         self.tensors = {}
         self.memory = torch.empty(0, dtype=torch.uint8)
+        if self.segment.fd >= 0:
+            self.segment.empty()
         self.segment.close()
 
 

@@ -22,6 +22,10 @@ _EXTENSIONS: Final = ("allowed_token_ids", "forbidden_token_ids", "forced_ids")
 Triple = tuple[float | None, int, str | None]
 
 
+class ForeignLabelError(ServerError):
+    """Weights are served under a name that no trainer of ours has given them."""
+
+
 class Finish(msgspec.Struct, frozen=True):
     type: str
     matched: int | str | None = None
@@ -188,11 +192,11 @@ def version_runs(spans: Sequence[Span], where: str) -> list[VersionRun]:
 
 
 def version_number(label: str, where: str) -> int:
-    """The version that a label names. Raises ServerError for a label that no trainer of ours has given."""
+    """The version that a label names. Raises ForeignLabelError for a label that no trainer of ours has given."""
     if label == _DEFAULT_LABEL:
         return 0
     if not (label.isascii() and label.isdigit()):
-        raise ServerError(
+        raise ForeignLabelError(
             f"{where} serves weights labelled {label!r}, which is no version number; publish weights under their "
             "version's number"
         )

@@ -139,7 +139,7 @@ def _check_urls(urls: Sequence[str]) -> None:
     for url in urls:
         if not _URL.fullmatch(url):
             raise ConfigError(f"server.urls holds {url!r}; give each like http://127.0.0.1:30000")
-    if len(set(urls)) < len(urls):
+    if len({url.rstrip("/") for url in urls}) < len(urls):
         raise ConfigError("server.urls names a server twice; name each once")
 
 

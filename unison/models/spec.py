@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -68,6 +69,11 @@ class DecoderSpec:
         layer += (queries + 2 * keys) * self.qkv_bias + hidden * self.output_bias
         layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
         return self.num_layers * layer + self.vocab_size * hidden * (1 if self.tied_embeddings else 2) + hidden
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex, its beginning) of all sizes and options: two that differ compute differently."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes

@@ -59,6 +59,10 @@ class Segment:
         """How others find it. Only the process that holds the descriptor may say so."""
         return MemfdHandle(os.getpid(), self.fd, self.num_bytes)
 
+    def empty(self) -> None:
+        """Give the pages back at once, whoever maps them: what is read there from now on is zeros."""
+        self.memory.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Give the descriptor back; the memory goes when nobody maps it any more."""
         if self.fd >= 0:

@@ -82,6 +82,8 @@ async def server_info(front: Front, body: Empty) -> dict[str, Any]:
         "torch": info.torch,
         "vocab_size": info.vocab_size,
         "num_parameters": info.num_parameters,
+        "architecture": info.architecture,
+        "end_ids": list(info.end_ids),
         "weight_bytes": info.weight_bytes,
         "max_total_num_tokens": info.kv_tokens,
         "page_size": info.page_size,

@@ -6,9 +6,11 @@ between two steps. Under ``in_place`` no step is taken from the beginning of an 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -44,6 +46,7 @@ from unison.weights.transaction import WeightTransaction
 
 Result = dict[str, Any]
 T = TypeVar("T")
+_EXIT_FAILED: Final = 1
 DESK_ACTIONS: Final = (
     BeginUpdate,
     RegisterLayout,
@@ -211,8 +214,15 @@ class UpdateDesk:
                 "seconds": dict(commit.seconds),
             }
 
-        result = self._on_main(commit)
-        fault_point("server.committed")
+        try:
+            result = self._on_main(commit)
+            fault_point("server.committed")
+        except Exception:
+            if self._engine.weights.version != version:
+                raise
+            # It is live, and the front end would take it for refused: only a new process serves what that one knows.
+            traceback.print_exc()
+            os._exit(_EXIT_FAILED)
         return result
 
     def _abort(self, action: AbortUpdate) -> Result:

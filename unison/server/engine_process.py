@@ -129,6 +129,7 @@ def _info(engine: Engine, folder: Path, choice: NumericsChoice) -> EngineInfo:
         torch=str(torch.__version__),
         pid=os.getpid(),
         checksum=weights_checksum(tensors),
+        architecture=spec.digest,
         notes=(*choice.notes, *engine.notes),
     )
 

@@ -258,6 +258,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     checksum: str
     """``weights_checksum`` of the live weights."""
+    architecture: str = ""
+    """``DecoderSpec.digest``."""
     policy: str = "fcfs"
     """``EngineConfig.policy``: whether priorities count."""
     notes: tuple[str, ...] = ()

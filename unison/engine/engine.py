@@ -142,6 +142,11 @@ class Engine:
         return self._lifecycle.released
 
     @property
+    def why_incomplete(self) -> str:
+        """For people: why the weights cannot be sampled from, and what helps, where that is so."""
+        return self._lifecycle.why_incomplete()
+
+    @property
     def is_held(self) -> bool:
         """Whether requests wait for ``resume`` or ``resume_memory``; without either a step computes, or fails."""
         return self._lifecycle.is_held

@@ -246,6 +246,7 @@ class Host:
             pause_mode=engine.pause_mode,
             released=tuple(engine.released),
             open_update=self.desk.open_version,
+            reason=engine.why_incomplete if state == "weights_invalid" else "",
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
             num_used_tokens=pool.num_owned_pages * pool.page_size,

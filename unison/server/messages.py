@@ -324,6 +324,8 @@ class Beat(Message, frozen=True):
     pause_mode: PauseMode | None = None
     released: tuple[MemoryTag, ...] = ()
     open_update: int | None = None
+    reason: str = ""
+    """Why nothing is sampled, under weights_invalid."""
     num_running: int = 0
     num_waiting: int = 0
     num_used_tokens: int = 0

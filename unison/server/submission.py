@@ -51,9 +51,8 @@ def check_available(front: Front) -> None:
     """Raises HttpError (503) where the engine cannot take a request now."""
     check_up(front)
     if front.link.state == "weights_invalid":
-        raise unavailable(
-            "an update of the weights failed half-way; nothing is sampled until a complete one", "weights_invalid"
-        )
+        why = front.link.beat.reason or "the weights are incomplete; commit a complete update"
+        raise unavailable(f"nothing is sampled: {why}", "weights_invalid")
 
 
 def check_up(front: Front) -> None:

@@ -318,7 +318,7 @@ class Run:
     async def evaluate(self, step: int) -> Metrics:
         """Accuracy on the held-out sets under the engine's present weights; the whole result goes to evaluations/."""
         evaluation, version = self.parts.evaluation, self.parts.policy.version
-        with stoppable(self.parts.client, self._interruption) as client:
+        with stoppable(self.parts.client, self._interruption, self._tell_events) as client:
             try:
                 result = await evaluation.run(
                     client, version, on_progress=lambda done, total: self._progress.update("evaluation", done, total)
@@ -467,7 +467,7 @@ class Run:
             fault_point("loop.sample")
             self._progress.update("rollout", num_done, total)
 
-        with stoppable(self.parts.client, self._interruption) as client:
+        with stoppable(self.parts.client, self._interruption, self._tell_events) as client:
             self._pending = await collect(
                 client,
                 tasks,

@@ -85,7 +85,7 @@ class Keeper:
     async def look_after(self, member: Member) -> None:
         """One look, and what it calls for."""
         if member.process is not None and member.process.has_ended:
-            self.fence(member, f"its process has ended: {member.process.last_words()[-300:] or 'without a word'}")
+            self.fence(member, f"its process {member.process.how_it_ended}; it is started anew")
             await self._start_anew(member)
             return
         try:
@@ -115,6 +115,9 @@ class Keeper:
     async def settle(self, member: Member) -> None:
         """Make a server that answers ready, if it can be. To be called with the lock."""
         status = await member.link.status(self._silence_s)
+        if status.num_restarts > member.num_restarts and member.was_ready:
+            self.events.append(f"{member.name}: its engine process died, and was started anew by the server")
+        member.num_restarts = status.num_restarts
         if status.state == "released" and not self.released:
             await member.link.resume_memory(("weights", "kv_cache"), self._silence_s)
             status = await member.link.status(self._silence_s)

@@ -147,6 +147,15 @@ class ServerProcess:
             if log is not None:
                 log.close()
 
+    @property
+    def how_it_ended(self) -> str:
+        """As the end of a sentence about the process: by which signal, or with which last line."""
+        status = self._status()
+        if status is not None and status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        lines = self.last_words().splitlines()
+        return f"ended with status {status}" + (f": {lines[-1][:200]}" if lines else "")
+
     def last_words(self) -> str:
         """The end of what it wrote."""
         with self._burying:
@@ -155,6 +164,17 @@ class ServerProcess:
             # Read without moving the place at which the process writes: it is the same file to both.
             start = max(0, os.fstat(self._log.fileno()).st_size - _NUM_LOG_CHARS)
             return os.pread(self._log.fileno(), _NUM_LOG_CHARS, start).decode("utf-8", "replace").strip()
+
+    def _status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs. It stays unburied."""
+        process = self._process
+        found = None
+        if process is not None:
+            with contextlib.suppress(ChildProcessError):
+                found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         # A process inherits the cores of the thread that starts it, and may be given others than the trainer's.
@@ -207,7 +227,7 @@ class ServerProcess:
 
     def _wait_words(self) -> str:
         self._await_end(_GRACE_S)
-        return self.last_words() or "it said nothing"
+        return self.last_words() or f"it {self.how_it_ended}"
 
 
 def _family(leader: int) -> list[int]:

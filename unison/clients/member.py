@@ -30,6 +30,8 @@ class Member:
     num_open: int = 0
     silent_since: float | None = None
     was_ready: bool = False
+    num_restarts: int = 0
+    """Of its engine process, as it said last."""
     num_failed_starts: int = 0
     """One after the other."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)

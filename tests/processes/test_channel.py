@@ -127,3 +127,30 @@ def test_descriptors_do_not_grow_with_channels() -> None:
     for _ in range(20):
         use_one()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_channel_works_whatever_the_number_of_its_descriptor() -> None:
+    ours, theirs = socket.socketpair()
+    high = 1500
+    os.dup2(theirs.fileno(), high)
+    theirs.close()
+    channel: Channel[list[int]] = Channel(socket.socket(fileno=high), list[int])
+    try:
+        ours.sendall(frame([7]))
+        assert channel.receive(1.0) == [[7]]
+        sending = threading.Thread(target=channel.send, args=([8] * (1 << 20),))
+        sending.start()
+        ours.settimeout(10)
+        (left,) = PREFIX.unpack(ours.recv(PREFIX.size))
+        while left:
+            left -= len(ours.recv(min(left, 1 << 16)))
+        sending.join(10)
+        assert not sending.is_alive()
+    finally:
+        channel.close()
+        ours.close()
+
+
+def test_a_number_that_does_not_fit_is_an_error_of_its_own() -> None:
+    with pytest.raises(WorkerError, match="does not fit"):
+        frame([2**70])

@@ -27,6 +27,10 @@ class LocalTicket:
     source: OutputStream | None = None
     pending: OutputDelta | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.done()
+
     async def answer(self) -> Answer:
         return await asyncio.shield(self.ended)
 

@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.server.conftest import MakeFront
 from tests.server.http_support import call, generated, link_of, refusal, served
+from unison.server.control import CONTROL_ROUTES
+from unison.server.control_operations import UNSUPPORTED
 from unison.server.front import Front
 
 IDS = [72, 101, 108, 108, 111]
@@ -152,6 +156,22 @@ def test_a_body_beyond_the_limit_takes_no_memory(front: Front) -> None:
         assert (response.status_code, response.json()["error"]["type"]) == (413, "too_large")
         assert httpx.post(f"{server.url}/generate", json={"text": "a"}, timeout=60).status_code == 200
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 << 10
+
+
+def test_no_control_route_reads_a_body_beyond_the_limit(make_front: MakeFront) -> None:
+    front = make_front(limits={"body_bytes": 2048})
+    for route in CONTROL_ROUTES:
+        taken: list[bytes] = []
+
+        async def pieces(taken: list[bytes] = taken) -> AsyncIterator[bytes]:
+            for _ in range(64):
+                taken.append(b" " * 1024)
+                yield taken[-1]
+
+        response = call(front, route.path, method=route.methods[-1], content=pieces())
+        if route.path not in UNSUPPORTED:
+            assert (response.status_code, response.json()["error"]["type"]) == (413, "too_large"), route.path
+            assert len(taken) < 64, route.path
 
 
 def test_a_mistake_of_the_server_is_a_typed_500_and_logged(front: Front, caplog: pytest.LogCaptureFixture) -> None:

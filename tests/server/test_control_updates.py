@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_link import Client, run
-from unison.server.messages import CommitUpdate, JoinGroup, StageDisk, StageGroup
+from unison.server.messages import AbortUpdate, CommitUpdate, JoinGroup, StageDisk, StageGroup
 
 
 def bucket(*names: str, **more: Any) -> dict[str, Any]:
@@ -394,5 +394,16 @@ def test_an_update_goes_to_its_end_although_its_client_is_gone() -> None:
         await client.ok("/update_weights_from_disk", model_path="/m")
         assert client.front.versions.label(1) == "v"
         assert client.link.version == 2
+
+    run(scenario)
+
+
+def test_a_begin_that_nobody_waited_for_is_taken_back() -> None:
+    async def scenario(client: Client) -> None:
+        client.link.fail["BeginUpdate"] = ("unavailable", "the engine process did not answer")
+        client.link.open_version = 3  # as it will be when the engine comes to it
+        assert (await client.post("/weights/begin", version=3)).status_code == 503
+        assert AbortUpdate(3, "nobody waits for it") in client.link.actions
+        await client.ok("/weights/begin", version=3)
 
     run(scenario)

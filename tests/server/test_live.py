@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from unison.core.records import GenerationOutput, GenerationRequest, OutputDelta
 from unison.core.sampling import SamplingParams
 from unison.server.front import Front
 from unison.server.link import Answer, RequestFailed
+from unison.server.requests import Asked, Batch, Shown
+from unison.server.submission import Submitted
 
 REQUEST = GenerationRequest(request_id="a_0", prompt_ids=(1, 2, 3), sampling=SamplingParams())
 
@@ -20,6 +23,10 @@ REQUEST = GenerationRequest(request_id="a_0", prompt_ids=(1, 2, 3), sampling=Sam
 class FakeTicket:
     def __init__(self) -> None:
         self.ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.done()
 
     async def answer(self) -> Answer:
         return await asyncio.shield(self.ended)
@@ -100,3 +107,18 @@ def test_copies_of_one_request_are_found_by_its_id() -> None:
 
 def run(scenario: Callable[[Front], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(scenario(make_front()))
+
+
+def test_an_id_that_is_free_again_is_not_aborted_for_its_first_owner() -> None:
+    async def scenario() -> None:
+        front = make_front()
+        tickets = [FakeTicket(), FakeTicket()]
+        shown = Shown(logprobs=False, prompt_from=None, token_text=False, prompt_ids=False, ignored=(), notes=())
+        asked = [Asked(replace(REQUEST, request_id=name), name, shown, 1) for name in ("a", "b")]
+        submitted = Submitted(Batch("a", asked, True, True, False), tickets, 0.0)
+        end(tickets[0], Answer(output(4, "stop")))  # and its reader has not come to see it
+        assert submitted.is_open
+        submitted.abort(front)
+        assert front.link.aborted == ["b"]  # type: ignore[attr-defined]
+
+    asyncio.run(scenario())

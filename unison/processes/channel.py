@@ -23,11 +23,22 @@ Received = TypeVar("Received")
 
 
 def frame(message: object) -> bytes:
-    """The message with its length before it. Raises WorkerError where it is too long to be taken."""
-    body = msgspec.msgpack.encode(message)
+    """The message with its length before it. Raises WorkerError where it is too long to be taken, or a number in it."""
+    try:
+        body = msgspec.msgpack.encode(message)
+    except OverflowError as error:
+        raise WorkerError(f"a message holds an integer that does not fit: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise WorkerError(f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES} go")
     return PREFIX.pack(len(body)) + body
+
+
+def _ready(timeout_s: float, *wanted: tuple[socket.socket, int]) -> set[int]:
+    """Descriptors that are ready. Not by select(), which takes none above 1023: a front end may hold more."""
+    poll = select.poll()
+    for sock, events in wanted:
+        poll.register(sock, events)
+    return {fd for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)}
 
 
 class Channel(Generic[Received]):
@@ -58,10 +69,10 @@ class Channel(Generic[Received]):
         found = self._decoded()
         if found or self.is_closed:
             return found
-        ready, _, _ = select.select([self._socket, self._wake_out], [], [], max(0.0, timeout_s))
-        if self._wake_out in ready:
+        ready = _ready(timeout_s, (self._socket, select.POLLIN), (self._wake_out, select.POLLIN))
+        if self._wake_out.fileno() in ready:
             self._drain_wakes()
-        if self._socket in ready:
+        if self._socket.fileno() in ready:
             self._read()
         return self._decoded()
 
@@ -73,7 +84,7 @@ class Channel(Generic[Received]):
                 try:
                     data = data[self._socket.send(data) :]
                 except BlockingIOError:
-                    select.select([], [self._socket], [], 1.0)
+                    _ready(1.0, (self._socket, select.POLLOUT))
                 except OSError:
                     self.is_closed = True
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unison.core.errors import ServerError
+from unison.core.errors import ServerError, WorkerError
 from unison.core.records import GenerationRequest
 from unison.core.sampling import SamplingParams
 from unison.server.child import EngineChild
@@ -42,6 +42,11 @@ _MAX_RESTARTS: Final = 5
 _RESTARTS_WITHIN_S: Final = 600.0
 """More restarts than these in so long, and the server gives up: whatever kills the engine kills it again."""
 _WATCH_S: Final = 0.25
+_RETRY_S: Final = 0.5
+
+
+class _DiedStarting(ServerError):
+    """An engine process that ended before it could serve, and did not say why."""
 
 
 class EngineConnection:
@@ -66,13 +71,18 @@ class EngineConnection:
         self._on_dead = on_dead
         self._state: LinkState = "starting"
         self._info: EngineInfo | None = None
+        self._checksum: str | None = None
+        """Of the weights of the version that was committed last."""
         self._beat = Beat("running", setup.version)
         self._child: EngineChild | None = None
         self._tickets: dict[int, PendingTicket] = {}
         self._slots: dict[str, int] = {}
         self._commands: dict[int, tuple[Action, asyncio.Future[dict[str, Any]]]] = {}
         self._num_slots = self._num_commands = 0
-        self._progressed = asyncio.Event()
+        self._num_proofs = 0
+        """Of a scheduler that works: steps that sampled, requests that it brought to their end."""
+        self._changed = asyncio.Event()
+        """For whoever waits for a proof: there is one, or none is to come in this way."""
         self._restarts: deque[float] = deque()
         self.num_restarts = 0
         self.last_death: str | None = None
@@ -137,6 +147,15 @@ class EngineConnection:
             raise ServerError(f"the engine process did not start within {self._start_s:g} s") from None
         message = first[0] if first else None
         if isinstance(message, Ready):
+            if self._checksum is None:
+                self._checksum = message.info.checksum
+            elif message.info.checksum != self._checksum and not self._setup.weights_lost:
+                # Given back or overwritten in the last moment of the process before, or a folder that has changed.
+                print("the weights are not those of the version committed last: lost", file=sys.stderr, flush=True)
+                await child.bury()
+                self._setup = msgspec.structs.replace(self._setup, weights_lost=True)
+                await self._launch()
+                return
             self._info = message.info
             # From now on the choices that were automatic are made: a restart must not choose otherwise.
             self._setup = msgspec.structs.replace(
@@ -150,7 +169,9 @@ class EngineConnection:
             print(f"engine process {child.pid} is ready after {time.monotonic() - started:.1f} s", file=sys.stderr)
             return
         how = await child.bury()
-        raise ServerError(message.reason if isinstance(message, NotStarted) else f"the engine process {how}")
+        if isinstance(message, NotStarted):
+            raise ServerError(message.reason)
+        raise _DiedStarting(f"the engine process {how}")
 
     async def _tend(self) -> None:
         """Read what the process says; where it ends, answer for it and start the next one."""
@@ -173,22 +194,34 @@ class EngineConnection:
         return self._beat.state == "weights_invalid" or "weights" in self._beat.released
 
     async def _restart(self) -> bool:
-        now = time.monotonic()
-        self._restarts.append(now)
-        while self._restarts and now - self._restarts[0] > _RESTARTS_WITHIN_S:
-            self._restarts.popleft()
-        reason = f"the engine process died {len(self._restarts)} times within {_RESTARTS_WITHIN_S / 60:.0f} minutes"
-        if len(self._restarts) <= _MAX_RESTARTS:
+        """Start the next process. One that dies before it is ready counts like any other death; one that says why it
+        cannot serve ends it."""
+        while (reason := self._too_many_deaths()) is None:
             try:
                 await self._launch()
-            except (ServerError, OSError) as error:
+            except (_DiedStarting, OSError) as error:
+                self.last_death = str(error)
+                print(f"{error}, before it was ready", file=sys.stderr, flush=True)
+                await asyncio.sleep(_RETRY_S)
+            except ServerError as error:
                 reason = str(error)
+                break
             else:
                 self.num_restarts += 1
                 return True
         self._state = "dead"
         self._on_dead(reason)
         return False
+
+    def _too_many_deaths(self) -> str | None:
+        """Count one more; why no further start is tried, if there were too many."""
+        now = time.monotonic()
+        self._restarts.append(now)
+        while self._restarts and now - self._restarts[0] > _RESTARTS_WITHIN_S:
+            self._restarts.popleft()
+        if len(self._restarts) <= _MAX_RESTARTS:
+            return None
+        return f"the engine process died {len(self._restarts)} times within {_RESTARTS_WITHIN_S / 60:.0f} minutes"
 
     async def _serve(self) -> str:
         """Dispatch messages until the process ends; how it ended."""
@@ -248,8 +281,11 @@ class EngineConnection:
         self._num_commands += 1
         call_id = self._num_commands
         done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        try:
+            child.send([Command(call_id, action)])
+        except WorkerError as error:
+            raise CommandFailed("request", f"{type(action).__name__} cannot be sent: {error}") from error
         self._commands[call_id] = (action, done)
-        child.send([Command(call_id, action)])
         try:
             async with asyncio.timeout(timeout_s):
                 return await done
@@ -268,21 +304,32 @@ class EngineConnection:
             raise CommandFailed("unavailable", str(error)) from error
 
     async def _prove_alive(self, timeout_s: float) -> None:
-        if self._state != "running":
-            await self.command(CheckIntegrity(), timeout_s)
-            return
-        if self._tickets:
-            # Others' tokens prove as much as one of our own, and need no place in a full queue.
-            self._progressed.clear()
-            await self._progressed.wait()
-            return
+        child, num_before = self._child, self._num_proofs
+        own: PendingTicket | None = None
+        try:
+            while self._num_proofs == num_before:
+                if self._child is not child or self._state == "restarting":
+                    raise CommandFailed("unavailable", f"the engine process {self.last_death}")
+                if self._state != "running":
+                    # Nothing is sampled just now, perhaps since a moment ago: the loop's answer has to do.
+                    await self.command(CheckIntegrity(), timeout_s)
+                    return
+                if own is not None and own.has_ended:
+                    await own.answer()  # raises where it failed
+                if not self._tickets:
+                    own = self._submit_probe()
+                # Others' tokens prove as much as one of our own, and need no place in a full queue.
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            if own is not None and not own.has_ended:
+                self.abort(own.request.request_id)
+
+    def _submit_probe(self) -> PendingTicket:
         name = f"health-{self._num_slots}"
-        ticket = self.submit(
+        return self.submit(
             GenerationRequest(request_id=name, prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=1))
         )
-        answer = await ticket.answer()
-        if answer.died is not None:
-            raise CommandFailed("unavailable", answer.died)
 
     # Messages -------------------------------------------------------------------------------------------------------
 
@@ -302,31 +349,32 @@ class EngineConnection:
             case Beat():
                 self._beat = message
                 self._state = message.state
+                self._changed.set()
 
     def _progress(self, message: Progress) -> None:
         for slot, token_id, logprob in zip(message.slots, message.token_ids, message.logprobs, strict=True):
             ticket = self._tickets.get(slot)
             if ticket is not None:
                 ticket.progress(message.version, token_id, logprob)
-        self._progressed.set()
+        self._num_proofs += 1
+        self._changed.set()
 
     def _end(self, slot: int, result: Answer | RequestFailed) -> None:
         ticket = self._tickets.pop(slot, None)
         if ticket is None:
             return
         del self._slots[ticket.request.request_id]
-        if isinstance(result, Answer) and result.output.token_ids:
-            self._progressed.set()
+        if isinstance(result, Answer) and result.output.finish_reason != "abort":
+            self._num_proofs += 1
         ticket.end(result)
-        if not self._tickets:
-            # Whoever waits for others' tokens must not wait for ever: nothing is left to be slow.
-            self._progressed.set()
+        self._changed.set()
 
     def _reply(self, reply: Reply) -> None:
         action, done = self._commands.pop(reply.call_id, (None, None))
         if isinstance(action, CommitUpdate) and reply.error is None:
             # Before anybody hears of it: from here on this is the version a new process starts with.
             live = reply.result.get("live")
+            self._checksum = reply.result.get("checksum", self._checksum)
             self._setup = msgspec.structs.replace(self._setup, version=action.version, live=live, weights_lost=False)
         if type(action).__name__ == "BumpVersion" and reply.error is None:
             self._setup = msgspec.structs.replace(self._setup, version=reply.result["version"])
@@ -338,6 +386,7 @@ class EngineConnection:
             done.set_exception(CommandFailed(reply.kind, reply.error))
 
     def _give_up_all(self, how: str) -> None:
+        self._changed.set()
         tickets, self._tickets, self._slots = self._tickets, {}, {}
         for ticket in tickets.values():
             ticket.cut_short(how)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 import msgspec
 from starlette.responses import Response
 
+from unison.config.serving import LimitsConfig
 from unison.core.errors import UnisonError
+from unison.server.body import read_body
 from unison.server.link import CommandFailed
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def control(body_type: type[BodyT]) -> Callable[[Action[BodyT]], Handler]:
         @wraps(action)
         async def handler(front: Front, request: Request) -> Response:
             try:
-                raw = await read_json(request)
+                raw = await read_json(request, front.config.limits)
                 notes = field_notes(raw, body_type, strict=front.config.strict)
                 answer = await action(front, parse_body(raw, body_type, from_query=bool(request.query_params)))
             except (Refused, CommandFailed) as error:
@@ -71,10 +73,10 @@ def control(body_type: type[BodyT]) -> Callable[[Action[BodyT]], Handler]:
     return decorate
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body's JSON object, {} where there is none, over what the query says. Raises Refused."""
+async def read_json(request: Request, limits: LimitsConfig) -> dict[str, Any]:
+    """The body's JSON object, {} where there is none, over what the query says. Raises Refused, HttpError."""
     query: dict[str, Any] = dict(request.query_params)
-    data = await request.body()
+    data = await read_body(request, limits)
     if not data.strip():
         return query
     try:

@@ -82,6 +82,9 @@ def _or_failed(tensors: Sequence[Foreign]) -> list[tuple[Any, Any]]:
 @control(PullBody)
 async def pull_weights(front: Front, body: PullBody) -> dict[str, Any]:
     """Bring a folder of this machine to a version; update_weights_from_disk then loads it."""
+    for name in ("local_checkpoint_dir", "source_dir"):
+        if "\0" in getattr(body, name):
+            raise Refused("request", f"{name} is no name of a folder: it holds a null byte", name)
     folder, source = Path(body.local_checkpoint_dir), Path(body.source_dir)
     try:
         written = await asyncio.to_thread(apply_delta_to_folder, folder, source, int(body.target_version))

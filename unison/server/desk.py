@@ -76,6 +76,8 @@ class UpdateDesk:
         self._groups = Groups()
         self._mappings = Mappings()
         self._commands: queue.SimpleQueue[tuple[int, Action] | None] = queue.SimpleQueue()
+        self._told = 0
+        """The command that was answered before it was done with."""
         self.holds_steps = False
         """Whether an in_place update is open. Written by the main thread alone."""
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
@@ -94,10 +96,12 @@ class UpdateDesk:
 
     def _serve(self) -> None:
         while (item := self._commands.get()) is not None:
-            call_id, action = item
-            self._reply(answered(call_id, lambda action=action: self._handle(action)))  # type: ignore[misc]
+            call_id, _ = item
+            reply = answered(call_id, lambda item=item: self._handle(*item))  # type: ignore[misc]
+            if call_id != self._told:
+                self._reply(reply)
 
-    def _handle(self, action: Action) -> Result:
+    def _handle(self, call_id: int, action: Action) -> Result:
         match action:
             case BeginUpdate():
                 return self._begin(action)
@@ -116,7 +120,7 @@ class UpdateDesk:
                     "seconds": dict(prepared.seconds),
                 }
             case CommitUpdate(version):
-                return self._commit(version)
+                return self._commit(call_id, version)
             case AbortUpdate():
                 return self._abort(action)
         raise WeightUpdateError(f"{type(action).__name__} is no command of an update")
@@ -199,20 +203,25 @@ class UpdateDesk:
             self._groups.leave(action.name)
         return {}
 
-    def _commit(self, version: int) -> Result:
+    def _commit(self, call_id: int, version: int) -> Result:
         transaction = self._transaction(version)
         transaction.prepare()
 
         def commit() -> Result:
             commit = self._engine.commit_update(transaction)
             self._open, self.holds_steps = None, False
-            return {
+            result = {
                 "version": commit.version,
                 "num_tensors": commit.num_tensors,
                 "checksum": commit.checksum,
                 "live": self._engine.weights.live_index,
                 "seconds": dict(commit.seconds),
             }
+            # Told before any token of this version, and with the beat that calls the weights whole: should the process
+            # die in the next moment, the front end knows what was live, or that nothing has come of it.
+            self._reply(Reply(call_id, result))
+            self._told = call_id
+            return result
 
         try:
             result = self._on_main(commit)

@@ -34,7 +34,7 @@ async def generate(front: Front, request: Request) -> Response:
     batch = await asyncio.to_thread(read_batch, body, front) if may_take_long(body) else read_batch(body, front)
     check_available(front)  # again: reading may have taken a while
     submitted = submit(front, batch, begun_at)
-    if batch.stream and submitted.open_ids:
+    if batch.stream and submitted.is_open:
         return EventStream(front, submitted)
     return await whole_answer(front, request, submitted)
 
@@ -42,6 +42,8 @@ async def generate(front: Front, request: Request) -> Response:
 async def whole_answer(front: Front, request: Request, submitted: Submitted) -> Response:
     """Wait for all answers. A client that leaves, or a server that ends, aborts them."""
     waiting = asyncio.gather(*(submitted.answer(i) for i in range(len(submitted.tickets))), return_exceptions=True)
+    # Of a client that leaves nobody looks at what came of it.
+    waiting.add_done_callback(lambda future: None if future.cancelled() else future.exception())
     leaving = asyncio.create_task(wait_until_gone(request.receive))
     try:
         await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -142,10 +142,11 @@ class Host:
             self._by_slot[message.slot] = request.request_id
 
     def _abort(self, message: Abort) -> None:
+        """Answer them at once: under an open in_place update there is no step that would. One that a pause has ended
+        already, and no step has handed out, is answered just so."""
         slots = list(self._by_slot) if message.slots is None else message.slots
-        for slot in slots:
-            if slot in self._by_slot:
-                self.engine.abort(self._by_slot[slot])
+        for output in self.engine.discard([self._by_slot[slot] for slot in slots if slot in self._by_slot]):
+            self._report_end(output)
 
     def _command(self, message: Command) -> None:
         if isinstance(message.action, DESK_ACTIONS):

@@ -43,6 +43,11 @@ class Answer:
 class Ticket(Protocol):
     """One submitted request."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``answer`` would return at once. From then on its id may be another request's."""
+        ...
+
     async def answer(self) -> Answer:
         """Wait for its end. Raises RequestFailed. Cancelling does not abort it: EngineLink.abort does."""
         ...

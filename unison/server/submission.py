@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from unison.server.answers import failure_status
 from unison.server.errors import RETRY_S, BadField, HttpError, unavailable
@@ -20,8 +20,6 @@ class Submitted:
     batch: Batch
     tickets: Sequence[Ticket | RequestFailed]
     begun_at: float
-    open_ids: set[str] = field(default_factory=set)
-    """Ids of requests that have not ended; those of the others may be somebody else's by now."""
 
     @property
     def age_s(self) -> float:
@@ -32,19 +30,18 @@ class Submitted:
         ticket = self.tickets[place]
         if isinstance(ticket, RequestFailed):
             raise ticket
-        try:
-            answer = await ticket.answer()
-        except RequestFailed:
-            self.open_ids.discard(self.batch.asked[place].request.request_id)
-            raise
-        self.open_ids.discard(self.batch.asked[place].request.request_id)
-        return answer
+        return await ticket.answer()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any of them has not ended."""
+        return any(not isinstance(ticket, RequestFailed) and not ticket.has_ended for ticket in self.tickets)
 
     def abort(self, front: Front) -> None:
-        """End what has not ended."""
-        for request_id in self.open_ids:
-            front.link.abort(request_id)
-        self.open_ids.clear()
+        """End what has not ended; the id of what has may be somebody else's by now."""
+        for asked, ticket in zip(self.batch.asked, self.tickets, strict=False):
+            if not isinstance(ticket, RequestFailed) and not ticket.has_ended:
+                front.link.abort(asked.request.request_id)
 
 
 def check_available(front: Front) -> None:
@@ -75,7 +72,6 @@ def submit(front: Front, batch: Batch, begun_at: float) -> Submitted:
             ticket = front.link.submit(asked.request, streamed=batch.stream)
             front.live.follow(asked.client_id, asked.request, ticket, front.metrics)
             tickets.append(ticket)
-            submitted.open_ids.add(asked.request.request_id)
         except RequestFailed as failed:
             if failure_status(failed) == 400:
                 submitted.abort(front)

@@ -29,6 +29,10 @@ class PendingTicket:
         self._pieces: list[OutputDelta] = []
         self._changed = asyncio.Event()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
     async def answer(self) -> Answer:
         return await asyncio.shield(self._ended)
 

@@ -142,7 +142,14 @@ class Updates:
             raise CommandFailed("state", f"an update to version {self.open.version} is open; end or abort it first")
         if version <= self._link.version:
             raise CommandFailed("request", f"version {version} is not above the present one, {self._link.version}")
-        await self._link.command(BeginUpdate(version, target), self._lease_s)
+        try:
+            await self._link.command(BeginUpdate(version, target), self._lease_s)
+        except CommandFailed as error:
+            if error.kind == "unavailable":
+                # It may be opened yet, once the engine comes to it: nobody would ever close it.
+                with contextlib.suppress(CommandFailed):
+                    await self._link.command(AbortUpdate(version, "nobody waits for it"), self._lease_s)
+            raise
         self._open = OpenUpdate(
             version, label, origin, lease_s or self._lease_s, sender, self._link.num_restarts, self._take_note(origin)
         )

@@ -171,6 +171,18 @@ def test_the_next_engine_serves_the_version_committed_last(server: Served, engin
     assert server.generate(PROMPT, seed=5)["output_ids"] == expected(engine, 5, 8)[0]
 
 
+def test_a_pause_outlives_the_engine(server: Served, engine: Engine) -> None:
+    server.ask("/pause_generation", mode="retract")
+    server.wait_for_restart(server.strike_engine(), "paused")
+    asked = threading.Thread(target=server.generate, args=(PROMPT,))
+    asked.start()
+    asked.join(0.5)
+    assert asked.is_alive()
+    server.ask("/continue_generation")
+    asked.join(30)
+    assert not asked.is_alive()
+
+
 def test_weights_that_died_with_an_in_place_engine_are_not_sampled_from(model: Path, engine: Engine) -> None:
     with serving(model, "--staging", "in_place") as server:
         server.wait_for_restart(server.strike_engine())  # the folder's weights were never replaced

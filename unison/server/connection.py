@@ -28,6 +28,8 @@ from unison.server.messages import (
     EngineInfo,
     Failed,
     NotStarted,
+    Pause,
+    PauseMode,
     Progress,
     Ready,
     Reply,
@@ -196,6 +198,7 @@ class EngineConnection:
     async def _restart(self) -> bool:
         """Start the next process. One that dies before it is ready counts like any other death; one that says why it
         cannot serve ends it."""
+        pause_mode = self._beat.pause_mode
         while (reason := self._too_many_deaths()) is None:
             try:
                 await self._launch()
@@ -208,10 +211,17 @@ class EngineConnection:
                 break
             else:
                 self.num_restarts += 1
+                self._pause_again(pause_mode)
                 return True
         self._state = "dead"
         self._on_dead(reason)
         return False
+
+    def _pause_again(self, mode: PauseMode | None) -> None:
+        """Whoever paused the engine means to go on by himself, whatever died in between."""
+        if mode is not None and self._child is not None:
+            self._num_commands += 1
+            self._child.send([Command(self._num_commands, Pause("retract"))])
 
     def _too_many_deaths(self) -> str | None:
         """Count one more; why no further start is tried, if there were too many."""

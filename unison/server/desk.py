@@ -205,7 +205,8 @@ class UpdateDesk:
 
     def _commit(self, call_id: int, version: int) -> Result:
         transaction = self._transaction(version)
-        transaction.prepare()
+        if not transaction.is_prepared:
+            transaction.prepare()
 
         def commit() -> Result:
             commit = self._engine.commit_update(transaction)

@@ -299,6 +299,11 @@ class WeightTransaction:
         with self._refusals():
             return self._record(self._plan(layout))
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it was prepared, and nothing was staged since."""
+        return self._prepared is not None
+
     def prepare(self, expected_checksum: str | None = None, *, check_finite: bool = True) -> Prepared:
         """Whether the update could be committed as it is: complete, finite, and with the checksum expected.
 

@@ -321,6 +321,24 @@ def test_the_only_server_is_started_anew_and_given_the_present_weights(folder: P
 
 
 @pytest.mark.slow
+def test_a_commit_that_comes_too_late_everywhere_is_made_up_for(
+    folder: Path, fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_small(folder, fresh, update_s=6.0)) as fleet:
+        commit = fleet._publisher.commit
+
+        async def late(*args: Any) -> list[Member]:
+            await asyncio.sleep(6.5)
+            return await commit(*args)
+
+        monkeypatch.setattr(fleet._publisher, "commit", late)
+        spoil(fleet.members[0], "refuse commit")
+        assert publish_next(fleet, fresh) == fleet.version == 1
+        asked = requests(4, SHORT)
+        assert_same(draw(fleet, asked), expected_of(fresh, asked))
+
+
+@pytest.mark.slow
 def test_in_place_a_failed_update_is_mended_with_the_version_before(folder: Path, fresh: Engine) -> None:
     with closing(open_small(folder, fresh, staging="in_place")) as fleet:
         publish_next(fleet, fresh)

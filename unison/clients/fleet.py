@@ -306,7 +306,8 @@ class Fleet:
                 held = await self._publisher.commit(prepared, update)
                 before.close()
             if not held:
-                await self._some_usable(deadline)
+                # Time of its own: this process may have been stopped until the first deadline was over.
+                await self._some_usable(time.monotonic() + self._config.update_s)
             return
 
     def _doubt_all(self, reason: str) -> None:

@@ -40,11 +40,11 @@ class Server:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=120)
 
-    def get(self, path: str) -> Any:
-        return self._read(self._http.get(path))
+    def get(self, route: str, /) -> Any:
+        return self._read(self._http.get(route))
 
-    def post(self, path: str, **body: Any) -> Any:
-        return self._read(self._http.post(path, json=body))
+    def post(self, route: str, /, **body: Any) -> Any:
+        return self._read(self._http.post(route, json=body))
 
     def _read(self, response: httpx.Response) -> Any:
         if response.status_code != 200:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -206,3 +208,15 @@ def test_a_slime_like_monitor_finds_what_it_looks_for(server: Served) -> None:
             break
     assert server.get("/flush_cache")[0] == 200
     assert "sglang:num_running_reqs" in server.get("/metrics")[1]
+
+
+@pytest.mark.parametrize("transport", ["handles", "group", "disk"])
+def test_the_example_pushes_weights_by_every_transport(server: Served, model: Path, transport: str) -> None:
+    before = server.get("/weights/status")[1]["version"]
+    script = Path(__file__).parents[2] / "examples" / "push_weights.py"
+    command = [sys.executable, str(script), "--url", server.url, "--model", str(model), "--transport", transport]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    status = server.get("/weights/status")[1]
+    assert status["version"] == before + 1
+    assert f"version {before + 1} is live, checksum {status['checksum']}" in done.stdout

@@ -196,6 +196,7 @@ def test_weights_that_died_with_an_in_place_engine_are_not_sampled_from(model: P
         assert server.generate(PROMPT, seed=5)["output_ids"] == expected(engine, 5, 8)[0]
 
 
+@pytest.mark.slow
 def test_an_engine_killed_at_a_commit_leaves_one_version_or_the_other(model: Path, engine: Engine) -> None:
     for point, version in (("server.staged", "default"), ("server.prepared", "default")):
         with serving(model, env={"UNISON_FAULT": f"{point}:1:kill"}) as server:
@@ -242,6 +243,7 @@ def test_a_terminated_server_lets_what_runs_end(model: Path, engine: Engine) -> 
         assert server.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_a_terminated_server_ends_what_takes_too_long_with_what_it_has(model: Path, engine: Engine) -> None:
     with serving(model, "--drain-s", "0.2") as server:
         waiter = Waiter(server.url, 2, streamed=False)

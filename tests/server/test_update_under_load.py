@@ -215,8 +215,13 @@ async def drive(server: Served, model: Path, transport: str, num_updates: int, t
     return load, trainer
 
 
-@pytest.mark.parametrize("staging", ["shadow", "in_place"])
-@pytest.mark.parametrize("transport", ["handles", "in_group", "disk"])
+ALWAYS = [("handles", "shadow"), ("in_group", "in_place")]
+SLOW = [("handles", "in_place"), ("in_group", "shadow"), ("disk", "shadow"), ("disk", "in_place")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "staging"), [*ALWAYS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
+)
 def test_a_few_updates_under_load(transport: str, staging: str, tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
     check(transport, staging, tiny_model_dir("llama"), tmp_path, num_updates=12)
 

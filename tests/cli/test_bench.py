@@ -51,7 +51,6 @@ def test_short_answers_make_the_exit_code_1(workload: str, capsys: Capture, word
     [
         (["--url", "http://h", "--api", "openai", "--threads", "2"], "--threads has no effect on a server"),
         (["--url", "http://h", "--api", "openai", "--engine.kv_tokens", "2"], "--engine.kv_tokens has no effect"),
-        (["--url", "http://h"], "--url needs --api"),
         (["--api", "openai"], "--api has an effect with --url only"),
         (["--repeat", "0"], "--repeat 0 must be at least 1"),
         (["--timeout", "nan", "--url", "http://h", "--api", "openai"], "--timeout nan must be above 0"),

@@ -28,6 +28,7 @@ SMALL = Shapes(
     intermediate_size=128,
     vocab_size=515,
 )
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 BOTH_DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -46,6 +47,10 @@ def fresh() -> Iterator[None]:
 @pytest.mark.parametrize("shapes", [Shapes(), SMALL], ids=["SmolLM2", "small"])
 def test_the_exact_path_passes(dtype: str, shapes: Shapes) -> None:
     result = run_selftest(dtype, shapes)
+    if HAS_AMX and dtype == "float32" and shapes is not SMALL:
+        # MKL treats 8 rows unlike more on these CPUs; that has to be found.
+        assert not result.passed and "rows depend on the batch" in result.failures[0]
+        return
     assert result.failures == ()
     assert result.passed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -159,7 +160,8 @@ def test_an_error_in_a_stream_is_an_event(front: Front) -> None:
 
     def failing(request: Any, *, streamed: bool = False) -> Any:
         ticket = submit(request, streamed=streamed)
-        ticket.ended.set_exception(RequestFailed("non_finite", "logits are not finite"))
+        failed = RequestFailed("non_finite", "logits are not finite")
+        asyncio.get_running_loop().call_soon(ticket.ended.set_exception, failed)
         return ticket
 
     link.submit = failing  # type: ignore[method-assign]

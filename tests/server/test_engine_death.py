@@ -24,7 +24,7 @@ from unison.weights.arena import ArenaLayout
 from unison.weights.outbox import Outbox
 
 PROMPT = [5, 6, 7, 8]
-LONG = 1900
+LONG = 900
 
 
 @pytest.fixture(scope="module")

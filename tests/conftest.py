@@ -21,6 +21,12 @@ def pytest_configure(config: pytest.Config) -> None:
     leave_amx_alone()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Whatever a test does to torch's threads ends with it: a training run takes one for each core."""

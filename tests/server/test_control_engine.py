@@ -142,7 +142,7 @@ async def stage_by_handle(server: Server, version: int, tensors: Tensors) -> lis
         data = tensors[entry.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         segment.memory[entry.offset : entry.offset + entry.num_bytes] = data
     handle = msgspec.to_builtins(segment.handle)
-    body = {"version": version, "transport": "handle", "handle": handle, "layout": msgspec.to_builtins(layout)}
+    body = {"version": version, "transport": "handles", "handle": handle, "layout": msgspec.to_builtins(layout)}
     await server.ok("/weights/stage", **body)
     return [segment]
 

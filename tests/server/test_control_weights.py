@@ -26,7 +26,7 @@ def plain(layout: BufferLayout) -> dict[str, Any]:
 
 def by_handle(version: int = 1, **more: Any) -> dict[str, Any]:
     handle = {"type": "memfd", "pid": 1, "fd": 3, "num_bytes": LAYOUT.num_bytes}
-    return {"version": version, "transport": "handle", "handle": handle, "layout": plain(LAYOUT), **more}
+    return {"version": version, "transport": "handles", "handle": handle, "layout": plain(LAYOUT), **more}
 
 
 def test_an_update_from_begin_to_commit() -> None:
@@ -91,7 +91,7 @@ def test_each_transport_reaches_the_engine_as_it_was_sent() -> None:
         ({"version": 1, "transport": "pigeon"}, "transport"),
         ({"version": 1, "transport": "disk"}, "path"),
         ({"version": 1, "transport": "group", "layout_id": "a"}, "group"),
-        ({"version": 1, "transport": "handle", "layout_id": "a"}, "handle"),
+        ({"version": 1, "transport": "handles", "layout_id": "a"}, "handle"),
         (by_handle(layout=None), "layout_id"),
         (by_handle(layout_id="a"), "layout_id"),
         (by_handle(checksum="xyz"), "checksum"),

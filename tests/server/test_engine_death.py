@@ -145,7 +145,7 @@ def push(server: Served, engine: Engine, version: int, scale: float) -> str:
         server.ask(
             "/weights/stage",
             version=version,
-            transport="handle",
+            transport="handles",
             handle=handle,
             layout={"entries": entries, "num_bytes": filled.layout.num_bytes},
         )

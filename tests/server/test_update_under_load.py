@@ -63,7 +63,7 @@ class Trainer:
         await self.ask("/weights/begin", version=k, label=str(k))
         handle = filled.handle
         plain = {"type": "memfd", "pid": handle.pid, "fd": handle.fd, "num_bytes": handle.num_bytes}
-        await self.ask("/weights/stage", version=k, transport="handle", handle=plain, layout=plain_layout(filled))
+        await self.ask("/weights/stage", version=k, transport="handles", handle=plain, layout=plain_layout(filled))
         await self.finish(k)
 
     async def in_group(self, k: int, tmp: Path) -> None:
@@ -201,8 +201,9 @@ async def drive(server: Served, model: Path, transport: str, num_updates: int, t
         update: Callable[[int, Path], Awaitable[None]] = getattr(trainer, transport)
         sizes: list[int] = []
         async with under_load(http) as load:
-            while len(load.answers) < 2 * NUM_STREAMS:  # until the engine has had its largest batches
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(60):
+                while len(load.answers) < 2 * NUM_STREAMS:  # until the engine has had its largest batches
+                    await asyncio.sleep(0.05)
             for k in range(1, num_updates + 1):
                 await update(k, tmp)
                 if k in (10, num_updates // 2 + 5, num_updates):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from unison.config.names import did_you_mean
 from unison.config.schema import EngineConfig
 from unison.config.serving import LimitsConfig, ServeConfig, Staging
 from unison.core.errors import ConfigError
+from unison.processes.parent import end_with
 
 EXAMPLES: Final = """\
 examples:
@@ -27,7 +27,6 @@ examples:
 a first request:
   curl -s http://127.0.0.1:30000/generate -d '{"text": "3+5=", "sampling_params": {"max_new_tokens": 4}}'
 """
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -37,7 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     config = _serve_config(options, settings)
     engine = _section(EngineConfig, settings, "engine")
     if options.end_with_parent:
-        _end_with_parent()
+        parent = os.getppid()
+        if parent == 1 or not end_with(parent, signal.SIGTERM):
+            raise ConfigError("unison serve: --end-with-parent: the process that started this one is gone")
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores)
     from unison.server.serve import Serving, ready_line, serve
@@ -169,12 +170,3 @@ def _cores(text: str) -> set[int]:
     if missing or not found:
         raise argparse.ArgumentTypeError(f"{text!r}: this process may not use the cores {sorted(missing)}")
     return found
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end this process, as by SIGTERM, with the one that started it (Linux)."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if parent == 1 or os.getppid() != parent:
-        raise ConfigError("unison serve: --end-with-parent: the process that started this one is gone")

@@ -39,7 +39,7 @@ class HandleTransport:
     async def stage(self, control: Control, update: Update, number: int, timeout_s: float) -> None:
         handle = {"type": "memfd", **msgspec.to_builtins(update.segment.handle)}
         for layout in update.buckets(self._bucket_bytes):
-            await stage_layout(control, number, "handle", layout, {"handle": handle}, timeout_s)
+            await stage_layout(control, number, "handles", layout, {"handle": handle}, timeout_s)
 
     async def committed(self, update: Update) -> None:
         pass

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unison.processes.shared_memory import Segment
+from unison.weights.buffers import tensor_at
 from unison.weights.checksum import weights_checksum
 from unison.weights.manifest import BufferLayout, TensorEntry, pack_layout
 
@@ -18,11 +19,12 @@ class Update:
     def __init__(self, tensors: Mapping[str, Tensor], version: int, dtype: torch.dtype) -> None:
         self.version = version
         name = str(dtype).removeprefix("torch.")
-        self.layout = pack_layout((key, name, tuple(tensor.shape)) for key, tensor in sorted(tensors.items()))
+        # In the order of a checkpoint, which is that of the engine's own memory: there it is one copy, not hundreds.
+        self.layout = pack_layout((key, name, tuple(tensor.shape)) for key, tensor in tensors.items())
         self.segment = Segment(self.layout.num_bytes)
         self.dtype = dtype
         self.memory = torch.frombuffer(self.segment.memory, dtype=torch.uint8)
-        self.tensors = {entry.name: _view(self.memory, entry, dtype) for entry in self.layout.entries}
+        self.tensors = {entry.name: tensor_at(self.memory, entry) for entry in self.layout.entries}
         for key, tensor in tensors.items():
             self.tensors[key].copy_(tensor.detach())
         self.checksum = weights_checksum(self.tensors)
@@ -52,8 +54,3 @@ class Update:
         if self.segment.fd >= 0:
             self.segment.empty()
         self.segment.close()
-
-
-def _view(memory: Tensor, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-    flat = memory[entry.offset : entry.offset + entry.num_bytes]
-    return flat.view(dtype).reshape(entry.shape)

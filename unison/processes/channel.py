@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import select
 import socket
-import struct
 import threading
 import time
 from typing import Any, Final, Generic, TypeVar
@@ -14,8 +13,8 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from unison.core.errors import WorkerError
+from unison.processes.protocol import PREFIX
 
-PREFIX: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30
 _READ_BYTES: Final = 1 << 18
 

@@ -13,7 +13,6 @@ import importlib
 import os
 import random
 import resource
-import signal
 import sys
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -21,6 +20,7 @@ from typing import Final, Protocol
 from unison.core.describe import describe
 from unison.core.errors import UnisonError
 from unison.processes.faults import OutOfMemoryError
+from unison.processes.parent import end_with
 from unison.processes.protocol import (
     MAX_CALL_BYTES,
     MAX_REPLY_BYTES,
@@ -37,7 +37,6 @@ from unison.processes.protocol import (
 )
 
 _MAX_REASON_CHARS: Final = 2000
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _MIN_CHANNEL_FD: Final = 3
 
@@ -118,10 +117,8 @@ def main() -> None:
 def _end_with_parent(parent: int) -> None:
     """Have the kernel kill this process with the pool's, and hand orphans of its children to it (Linux)."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if not end_with(parent):
         os._exit(1)
 
 

@@ -51,10 +51,10 @@ def _check_control(config: ServeConfig, token: bytes | None, request: Request) -
         raise _unauthorized("the admin key")
     if not is_loopback(config.host):
         raise _forbidden(
-            f"control is closed: the server listens on {config.host} and has no admin key; start it with --admin-key"
+            f"control is closed: the server listens on {config.host} and has no admin key (--admin-key-env)"
         )
     if config.api_key is not None:
-        raise _forbidden("control is closed: the server has an API key and no admin key; start it with --admin-key")
+        raise _forbidden("control is closed: the server has an API key and no admin key (--admin-key-env)")
     _check_not_from_a_page(request)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from unison.core.errors import ServerError, WorkerError
 from unison.core.records import GenerationRequest
 from unison.core.sampling import SamplingParams
+from unison.engine.lifecycle import PauseMode
 from unison.server.child import EngineChild
 from unison.server.link import Answer, CommandFailed, LinkState, RequestFailed
 from unison.server.messages import (
@@ -29,7 +30,6 @@ from unison.server.messages import (
     Failed,
     NotStarted,
     Pause,
-    PauseMode,
     Progress,
     Ready,
     Reply,

@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta
 from starlette.responses import PlainTextResponse, Response
 
+from unison.engine.lifecycle import MEMORY_TAGS, MemoryTag, PauseMode
 from unison.server.control_body import STATUS, Body, Refused, control
 from unison.server.control_updates import commit_buckets
 from unison.server.control_weights import Seconds
 from unison.server.link import CommandFailed
 from unison.server.live import LiveRequest
-from unison.server.messages import (
-    MEMORY_TAGS,
-    Continue,
-    FlushCache,
-    MemoryTag,
-    Pause,
-    PauseMode,
-    ReleaseMemory,
-    ResumeMemory,
-)
+from unison.server.messages import Continue, FlushCache, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
     from unison.server.front import Front

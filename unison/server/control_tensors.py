@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _WHY: Final = (
     "serialised tensors are a Python pickle, which can run any code of its sender: refused. Send weights by "
     "/weights/stage (shared memory described in plain data), update_weights_from_distributed, or "
-    "update_weights_from_disk; or start the server with allow_pickled_tensors, which reads them by a fixed list of "
+    "update_weights_from_disk; or start the server with --allow-pickled-tensors, which reads them by a fixed list of "
     "classes and runs nothing"
 )
 

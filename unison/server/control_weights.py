@@ -45,7 +45,7 @@ class StageBody(Body, frozen=True, kw_only=True):
     """One of three transports, each with fields of its own."""
 
     version: Version
-    transport: Literal["handles", "handle", "group", "disk"]
+    transport: Literal["handles", "group", "disk"]
     handle: Handle | CudaIpcHandle | None = None
     layout_id: str = ""
     layout: BufferLayout | None = None
@@ -103,7 +103,7 @@ async def weights_stage(front: Front, body: StageBody) -> dict[str, Any]:
 
 
 def _stage_action(body: StageBody) -> StageHandle | StageGroup | StageDisk:
-    if body.transport in ("handles", "handle"):
+    if body.transport == "handles":
         if body.handle is None:
             raise Refused("request", "transport handles needs `handle`", "handle")
         _check_layout(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -27,20 +26,21 @@ from unison.models.registry import read_spec
 from unison.models.sources import resolve_model
 from unison.observability.environment import available_cores
 from unison.processes.channel import Channel
+from unison.processes.parent import end_with
 from unison.server.host import Host
 from unison.server.messages import EngineInfo, NotStarted, Ready, Setup, ToEngine
 from unison.text.tokenizer import Tokenizer
 from unison.weights.arena import Arena, ArenaLayout, model_over
 from unison.weights.checksum import weights_checksum
 
-_PR_SET_PDEATHSIG: Final = 1
 _EXIT_FAILED: Final = 1
 
 
 def main() -> None:
     """``sys.argv``: the descriptor of the channel, and the front end's pid."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    _end_with_parent(parent)
+    if not end_with(parent):
+        os._exit(_EXIT_FAILED)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -142,11 +142,3 @@ def _first(channel: Channel[ToEngine]) -> Setup | None:
                 return messages[0]
             return None
     return None
-
-
-def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process with the front end's (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(_EXIT_FAILED)

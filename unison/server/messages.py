@@ -6,20 +6,18 @@ when the request has ended; the engine knows weight versions as integers, labels
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from unison.config.schema import EngineConfig
 from unison.config.serving import Staging
 from unison.core.records import GenerationOutput, GenerationRequest, OutputDelta
+from unison.engine.lifecycle import MemoryTag, PauseMode
 from unison.processes.shared_memory import Handle
 from unison.weights.cuda_ipc import CudaIpcHandle
 from unison.weights.manifest import BufferLayout
 
-PauseMode = Literal["abort", "retract", "in_place"]
-MemoryTag = Literal["weights", "kv_cache"]
-MEMORY_TAGS: Final[tuple[MemoryTag, ...]] = ("weights", "kv_cache")
 EngineState = Literal["running", "paused", "updating", "weights_invalid", "released"]
 """updating: an in_place update is open, nothing is sampled. weights_invalid: nothing is, until a complete commit."""
 
@@ -337,4 +335,3 @@ class Beat(Message, frozen=True):
 
 ToEngine = list[Setup | Submit | Abort | Command | Stop]
 ToFrontEnd = list[Ready | NotStarted | Progress | StreamPiece | Ended | Failed | Reply | Beat]
-MAX_FRAME_BYTES: Final = 1 << 30

@@ -60,7 +60,21 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     for key in ("isolation", *(("function", "options") if "parts" in reward else ())):
         reward.pop(key, None)
     nested.get("rollout", {}).pop("refill", None)
+    _pop_what_servers_do_not_take(nested)
     return msgspec.convert(nested, TrainConfig)
+
+
+def _pop_what_servers_do_not_take(nested: dict[str, Any]) -> None:
+    if nested.get("rollout", {}).get("engine") != "server":
+        nested.pop("server", None)
+        return
+    server = nested.get("server", {})
+    for key in (
+        "urls",
+        "count",
+        *(("bucket_mb",) if server.get("transport") == "disk" else ("disk_dir", "disk_delta")),
+    ):
+        server.pop(key, None)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

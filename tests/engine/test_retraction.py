@@ -130,7 +130,7 @@ def test_an_update_between_retraction_and_return_shows_in_the_books(own_model: D
     assert set(expand_runs(output.kv_versions)) == {1}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     kv_tokens=st.sampled_from([128, 192, 256, 512]),

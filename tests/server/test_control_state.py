@@ -297,7 +297,7 @@ def test_serialised_tensors_are_refused_with_what_to_send_instead() -> None:
         answer = await client.post("/update_weights_from_tensor", serialized_named_tensors=["gASV"])
         assert answer.status_code == 400
         assert answer.json()["kind"] == "unsupported"
-        for word in ("/weights/stage", "update_weights_from_distributed", "allow_pickled_tensors"):
+        for word in ("/weights/stage", "update_weights_from_distributed", "--allow-pickled-tensors"):
             assert word in answer.json()["message"]
         assert client.link.actions == []
 

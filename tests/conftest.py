@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.tiny_models import write_tiny_model
-from unison.ops.isa import leave_amx_alone
 
 TinyModelDir = Callable[..., Path]
 
@@ -17,8 +16,6 @@ TinyModelDir = Callable[..., Path]
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side; one thread each keeps them from waiting for one another's cores.
     torch.set_num_threads(1)
-    # Before any test multiplies: afterwards it is too late for those that ask for exact numerics.
-    leave_amx_alone()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unison.checks import exactness
+from unison.checks.circumstances import Circumstance, circumstances
 from unison.checks.exactness import AXES, Cell, ExactnessReport, run_exactness, training_logprobs
 from unison.checks.witness import Witness
 from unison.checks.workload import Workload, make_workload
@@ -62,12 +63,11 @@ class ProductsUnpadded(NumericsPath):
 
 
 def run_few_cells(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, path: NumericsPath, dtype: str = "float32"
+    folder: Path, monkeypatch: pytest.MonkeyPatch, path: NumericsPath, dtype: str = "float32", page: int = 192
 ) -> ExactnessReport:
     """The check over a few cells of the matrix, with ``path`` in place of the exact one."""
     axes = {axis: values[-1:] for axis, values in AXES.items()} | {"temperature": (0.7, 1.0), "threads": (1,)}
-    axes["batch"] = (8,)
-    monkeypatch.setattr(exactness, "AXES", axes)
+    monkeypatch.setattr(exactness, "AXES", axes | {"batch": (8,), "page": (page,)})
     monkeypatch.setattr(exactness, "EXACT", path)
     return run_exactness(str(folder), dtype=dtype, quick=True, report=lambda _: None)
 
@@ -254,12 +254,20 @@ def test_training_with_gradients_finds_the_logprobs_of_the_rollout(
 
 
 def test_the_real_model_is_exact_in_bfloat16(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts, and two of the ways that requests may go through: groups forked, a prompt shared by later ones."""
+
     def shorter(vocab_size: int, tokenizer: Tokenizer | None, count: int, longest_prompt: int) -> Workload:
-        return make_workload(vocab_size, tokenizer, count, 130)
+        drawn = make_workload(vocab_size, tokenizer, count, 130)
+        shared = max(drawn.prompts, key=len)  # more than a page, twice
+        return Workload((shared, shared, *drawn.prompts[2:]), drawn.lengths)
+
+    def two(workload: Workload, page_size: int) -> list[Circumstance]:
+        return circumstances(workload, page_size)[:2]
 
     monkeypatch.setattr(exactness, "make_workload", shorter)
-    report = run_few_cells(smollm2, monkeypatch, EXACT, "bfloat16")
-    assert report.passed, [cell.line() for cell in report.cells]
+    monkeypatch.setattr(exactness, "circumstances", two)
+    report = run_few_cells(smollm2, monkeypatch, EXACT, "bfloat16", page=64)
+    assert len(report.cells) == 5 and report.passed, [cell.line() for cell in report.cells]
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from unison.core.errors import NumericsError
 from unison.ops import basic, reference
-from unison.ops.padding import EXACT, FAST, numerics_path
+from unison.ops.packed import PackedWeight, can_pack
+from unison.ops.padding import EXACT, FAST, NumericsPath, numerics_path
 
 EPSILON = 1e-5
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -83,7 +84,39 @@ def test_linear(with_bias: bool, dtype: torch.dtype) -> None:
         product = torch.einsum("tk,nk->tn", x, weight)
         return product if bias is None else product + bias
 
-    assert_agrees(basic.linear, plain, inputs, dtype)
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return basic.linear(x, weight, bias, EXACT)
+
+    assert_agrees(product, plain, inputs, dtype)
+
+
+class Blocks(NumericsPath):
+    """As on a machine whose kernels take a few rows at once."""
+
+    def rows_at_once(self, dtype: torch.dtype) -> int | None:
+        return 8
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [7, 8, 9, 24, 70])
+def test_rows_in_blocks_give_the_product_and_its_gradients(num_rows: int, with_bias: bool) -> None:
+    inputs = [normal(num_rows, 16).double(), normal(5, 16, seed=1).double(), normal(5, seed=2).double()]
+    inputs = [x.requires_grad_() for x in inputs[: 3 if with_bias else 2]]
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return basic.linear(x, weight, bias, Blocks("exact", row_multiple=8))
+
+    torch.testing.assert_close(product(*inputs), torch.nn.functional.linear(*inputs))
+    assert torch.autograd.gradcheck(product, inputs)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this build packs nothing")
+def test_many_blocks_over_a_packed_weight_or_a_plain_one_have_the_same_bits() -> None:
+    x, weight = normal(70, 64).bfloat16(), normal(96, 64, seed=1).bfloat16()
+    path = Blocks("exact", row_multiple=8)
+    expected = torch.cat([torch.nn.functional.linear(x[i : i + 8], weight) for i in range(0, 70, 8)])
+    assert torch.equal(basic.linear(x, weight, None, path), expected)
+    assert torch.equal(basic.linear(x, PackedWeight(weight), None, path), expected)
 
 
 def test_embedding() -> None:

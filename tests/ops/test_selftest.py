@@ -14,7 +14,7 @@ from torch import Tensor
 from unison.ops import attention as attention_ops
 from unison.ops import basic, chunk_attention, paged, selftest
 from unison.ops.blocks import sum_stacked
-from unison.ops.packed import PackedWeight, can_pack
+from unison.ops.packed import PackedWeight, Weight, can_pack
 from unison.ops.padding import EXACT, FAST, NumericsPath
 from unison.ops.selftest import Shapes, packing_failures, run_selftest
 from unison.ops.vocab import RowStats, row_stats
@@ -110,7 +110,7 @@ def test_sums_over_more_keys_than_a_block_are_found(monkeypatch: pytest.MonkeyPa
     assert any(failure.startswith("attention, chunk of 1, 390 keys") for failure in failures), failures
 
 
-def split_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def split_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, path: NumericsPath = EXACT) -> Tensor:
     """From 16 rows on, the terms are added in another order."""
     cut = weight_NK.shape[1] // 2 if len(x) >= 16 else 0
     total = x[:, cut:].float() @ weight_NK[:, cut:].float().t() + x[:, :cut].float() @ weight_NK[:, :cut].float().t()
@@ -209,13 +209,13 @@ def test_packed_weights_are_proven(shapes: Shapes) -> None:
 def test_packed_weights_that_differ_are_named(
     monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, complaint: str
 ) -> None:
-    original = PackedWeight.linear
+    original = basic.linear
 
-    def broken(self: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = original(self, x, bias)
-        return out * 1.0078125 if out.shape == (rows, outputs) else out
+    def broken(x: Tensor, weight: Weight, bias: Tensor | None, path: NumericsPath) -> Tensor:
+        out = original(x, weight, bias, path)
+        return out * 1.0078125 if isinstance(weight, PackedWeight) and out.shape == (rows, outputs) else out
 
-    monkeypatch.setattr(PackedWeight, "linear", broken)
+    monkeypatch.setattr(basic, "linear", broken)
     found = packing_failures(SMALL)
     assert found and all(failure.startswith(complaint) for failure in found), found
 

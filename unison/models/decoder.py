@@ -20,6 +20,7 @@ from unison.ops import attention as attention_ops
 from unison.ops import basic as ops
 from unison.ops.attention import LayerCache
 from unison.ops.packed import PackedWeight, Weight
+from unison.ops.padding import NumericsPath
 from unison.ops.plan import AttentionPlan
 
 
@@ -80,8 +81,8 @@ class BoundLinear:
     weight: Weight
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, path: NumericsPath) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +104,16 @@ class BoundLayer:
     def __call__(
         self, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, plan: AttentionPlan, cache: LayerCache | None
     ) -> Tensor:
-        spec = self.spec
+        spec, path = self.spec, plan.path
         heads, kv_heads, epsilon = spec.num_heads, spec.num_kv_heads, spec.norm_epsilon
-        qkv = self.qkv(ops.rms_norm(x_TE, self.attention_norm, epsilon))
+        qkv = self.qkv(ops.rms_norm(x_TE, self.attention_norm, epsilon), path)
         qk, v = qkv.view(-1, heads + 2 * kv_heads, spec.head_dim).split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.head_norm is not None:
             qk = ops.rms_norm(qk, self.head_norm, epsilon)
         q, k = ops.rope(qk, cos_T1D, sin_T1D).split_with_sizes((heads, kv_heads), 1)
-        x_TE = x_TE + self.out(attention_ops.attention(q, k, v, plan, cache))
-        return x_TE + self.down(ops.silu_mul(self.gate_up(ops.rms_norm(x_TE, self.mlp_norm, epsilon))))
+        x_TE = x_TE + self.out(attention_ops.attention(q, k, v, plan, cache), path)
+        inner = self.gate_up(ops.rms_norm(x_TE, self.mlp_norm, epsilon), path)
+        return x_TE + self.down(ops.silu_mul(inner), path)
 
 
 class Layer(nn.Module):

@@ -10,7 +10,6 @@ import torch
 from unison.config.names import did_you_mean, join_or
 from unison.core.errors import NumericsError
 from unison.models.spec import DecoderSpec
-from unison.ops.isa import leave_amx_alone
 from unison.ops.packed import can_pack
 from unison.ops.padding import EXACT, FAST, PATHS, NumericsPath
 from unison.ops.selftest import DTYPES, SelfTestResult, Shapes, packing_failures, run_selftest
@@ -60,8 +59,6 @@ def choose_numerics(spec: DecoderSpec, dtype: str, numerics: str) -> NumericsCho
     candidates = [dtype] if dtype != "auto" else _automatic_dtypes(notes)
     if numerics == "fast":
         return NumericsChoice(DTYPES[candidates[0]], FAST, tuple(notes))
-    if leave_amx_alone():
-        notes.append("AMX is left unused: its sums depend on the batch. numerics fast uses it, and is not exact.")
     results: list[tuple[str, SelfTestResult]] = []
     for name in candidates:
         result = run_selftest(name, shapes_of(spec))

@@ -13,16 +13,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unison.ops.packed import PackedWeight, Weight
+from unison.ops.packed import PackedWeight, Weight, can_pack
+from unison.ops.padding import NumericsPath
 
 _WIDE = (torch.float32, torch.float64)
 
 
-def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias in the dtype of x. Exact when T is padded by the numerics path."""
+_PACKED_BLOCKS = 4
+"""From so many blocks of rows on, laying a weight out once costs less than the kernel's doing it for each."""
+
+
+def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None, path: NumericsPath) -> Tensor:
+    """x @ weight.T + bias in the dtype of x. Exact when T is padded by ``path``."""
+    rows = path.rows_at_once(x_TK.dtype)
+    if rows is None or len(x_TK) <= rows:
+        return _product(x_TK, weight_NK, bias_N)
+    if isinstance(weight_NK, PackedWeight):
+        return _by_blocks(x_TK, weight_NK, bias_N, rows)
+    return _LinearByBlocks.apply(x_TK, weight_NK, bias_N, rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _product(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
     if isinstance(weight_NK, PackedWeight):
         return weight_NK.linear(x_TK, bias_N)
     return F.linear(x_TK, weight_NK, bias_N)
+
+
+def _by_blocks(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None, rows: int) -> Tensor:
+    if isinstance(weight_NK, Tensor) and len(x_TK) >= _PACKED_BLOCKS * rows and can_pack(weight_NK.dtype):
+        weight_NK = PackedWeight(weight_NK)
+    return torch.cat([_product(block, weight_NK, bias_N) for block in torch.split(x_TK, rows)])
+
+
+class _LinearByBlocks(torch.autograd.Function):
+    """Its gradients are those of one product: nothing depends on their order, and in blocks they would be rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: int) -> Tensor:
+        ctx.save_for_backward(x_TK, weight_NK)
+        return _by_blocks(x_TK.detach(), weight_NK, bias_N, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        (grad,) = grads
+        return (
+            grad @ weight_NK if needs_x else None,
+            grad.t() @ x_TK if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            None,
+        )
 
 
 def row_dots(x_TE: Tensor, weight_E: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """How much to pad so that PyTorch's kernels take the same path for every batch: the numerics path.
 
 GEMM kernels choose another summation order for 1, 2 or 3 rows, and split ragged row counts over
-threads; so rows come in multiples of 8. What attention multiplies comes in blocks of keys (see ``blocks``).
+threads; so rows come in multiples of 8. Some choose by larger numbers too: to them rows are given in blocks (see
+``isa``). What attention multiplies comes in blocks of keys (see ``blocks``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from unison.core.errors import NumericsError
 from unison.ops.blocks import KEY_BLOCK
+from unison.ops.isa import rows_at_once
 
 _SMALL_PRODUCT = 16**3
 """Multiplications up to which PyTorch keeps a bfloat16 product from its faster kernel."""
@@ -28,6 +30,10 @@ class NumericsPath:
     def pad_rows(self, num_rows: int) -> int:
         """Rows of a packed batch, padding included."""
         return _round_up(num_rows, self.row_multiple)
+
+    def rows_at_once(self, dtype: torch.dtype) -> int | None:
+        """Most rows of one product with a weight; None for any number."""
+        return None if self.name == "fast" else rows_at_once(dtype)
 
     def pad_product_rows(self, num_rows: int, dtype: torch.dtype, head_dim: int) -> int:
         """Rows of one matrix that is multiplied with the keys or values of a block, padding included."""

@@ -31,7 +31,7 @@ from unison.ops.vocab import gather_logprobs, row_stats, scaled_logits, vocabula
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _ROWS = (8, 16, 40, 72, 264)
-_VOCABULARY_ROWS = (8, 40)
+_VOCABULARY_ROWS = (8, 40, 136)
 _NUM_DISTINCT = 24
 """Rows computed alone; larger batches repeat them."""
 _DISTINCT_OUTPUTS = 4096
@@ -165,7 +165,7 @@ def _check_linears(bench: _Bench) -> Iterator[str]:
         weight, rows = bench.normal(num_out, num_in), bench.normal(_NUM_DISTINCT, num_in)
         bench.cancelling(rows, weight)
         bias = bench.normal(num_out) if has_bias else None
-        operator = partial(basic.linear, weight_NK=weight, bias_N=bias)
+        operator = partial(basic.linear, weight_NK=weight, bias_N=bias, path=bench.path)
         yield from bench.row_failures(f"linear {num_in}x{num_out}", operator, rows, _ROWS)
 
 
@@ -183,7 +183,8 @@ def _check_packing(bench: _Bench) -> Iterator[str]:
         for threads, count in product(bench.threads, _VOCABULARY_ROWS if name == "logits" else _ROWS):
             with threads_set_to(threads):
                 x = rows[torch.arange(count) % len(rows)]
-                differing = int((basic.linear(x, packed, bias) != basic.linear(x, weight, bias)).any(-1).sum())
+                packed_rows, rows_alone = (basic.linear(x, held, bias, bench.path) for held in (packed, weight))
+                differing = int((packed_rows != rows_alone).any(-1).sum())
             if differing:
                 yield f"{name}: {differing} of {count} rows differ ({threads} threads)"
 

@@ -133,7 +133,7 @@ def vocabulary_logits(hidden_NE: Tensor, head_VE: Weight, path: NumericsPath) ->
     num_rows = hidden_NE.shape[0]
     padding = path.pad_rows(num_rows) - num_rows
     padded = F.pad(hidden_NE, (0, 0, 0, padding)) if padding else hidden_NE
-    return linear(padded, head_VE)[:num_rows]
+    return linear(padded, head_VE, None, path)[:num_rows]
 
 
 class _TokenLogprobs(torch.autograd.Function):

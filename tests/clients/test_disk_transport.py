@@ -113,18 +113,30 @@ def test_closed_weights_take_no_memory_although_they_are_mapped() -> None:
     assert isinstance(mapped, mmap.mmap) and not any(mapped[:48])
 
 
+def launch_of(model: Path) -> Launch:
+    return Launch(
+        model=model,
+        dtype="float32",
+        numerics="exact",
+        engine=EngineConfig(max_running=7),
+        staging="in_place",
+        threads=1,
+        start_s=5.0,
+        update_s=600.0,
+    )
+
+
+def test_a_server_is_told_how_long_an_update_may_take_and_what_of_the_engine_is_not_the_default(tmp_path: Path) -> None:
+    words = launch_of(tmp_path).command([], 9)
+    told = dict(zip(words, words[1:], strict=False))
+    assert (told["--update-s"], told["--staging"], told["--engine.max_running"]) == ("600.0", "in_place", "7")
+    assert sum(word.startswith("--engine.") for word in words) == 1
+
+
 def test_a_server_that_the_system_cannot_start_is_a_typed_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Launch(
-        model=tmp_path,
-        dtype="float32",
-        numerics="exact",
-        engine=EngineConfig(),
-        staging="shadow",
-        threads=1,
-        start_s=5.0,
-    )
+    launch = launch_of(tmp_path)
 
     def full() -> None:
         raise OSError(28, "No space left on device")

@@ -68,6 +68,7 @@ def open_small(folder: Path, reference: Engine, count: int = 1, **settings: Any)
         staging=settings.get("staging", "shadow"),
         threads=1,
         start_s=60.0,
+        update_s=60.0,
     )
     config = ServersConfig(**{"count": count, "silence_s": 1.0, "update_s": 20.0, "request_s": 60.0, **settings})
     expected = {"dtype": "float32", "numerics": "exact", "staging": config.staging}

@@ -37,6 +37,7 @@ def process(tiny_model_dir: TinyModelDir) -> Iterator[ServerProcess]:
         staging="shadow",
         threads=1,
         start_s=120.0,
+        update_s=120.0,
     )
     process = ServerProcess(launch)
     try:

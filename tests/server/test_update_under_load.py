@@ -234,7 +234,7 @@ SLOW = [
     ("transport", "staging"), [*ALWAYS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
 )
 def test_a_few_updates_under_load(transport: str, staging: str, tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
-    check(transport, staging, tiny_model_dir("llama"), tmp_path, num_updates=12)
+    check(transport, staging, tiny_model_dir("llama"), tmp_path, num_updates=6)
 
 
 @pytest.mark.slow
@@ -251,5 +251,5 @@ def check(transport: str, staging: str, model: Path, tmp_path: Path, num_updates
     with serving(model, "--staging", staging, "--engine.kv_tokens", "16384") as server:
         load, trainer = asyncio.run(drive(server, model, transport, num_updates, tmp_path))
     assert_whole_and_of_committed_versions(load, num_updates)
-    assert_single_version_answers_are_that_versions(load, trainer, model, least=num_updates // 10)
+    assert_single_version_answers_are_that_versions(load, trainer, model, least=max(1, num_updates // 10))
     trainer.outbox.close()

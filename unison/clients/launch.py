@@ -44,12 +44,14 @@ class Launch:
     staging: Staging
     threads: int
     start_s: float
+    update_s: float
+    """How long a weight update may take, and so how long a server keeps one that nobody speaks of."""
 
     def command(self, cores: Sequence[int], ready_fd: int) -> list[str]:
         words = [sys.executable, "-m", "unison.cli.main", "serve", "--model", str(self.model)]
         words += ["--dtype", self.dtype, "--numerics", self.numerics, "--host", "127.0.0.1", "--port", "0"]
         words += ["--staging", self.staging, "--admin-key-env", KEY_VARIABLE]
-        words += ["--threads", str(len(cores) or self.threads)]
+        words += ["--threads", str(len(cores) or self.threads), "--update-s", str(self.update_s)]
         if cores:
             words += ["--cores", ",".join(map(str, cores))]
         neutral = EngineConfig()

@@ -43,6 +43,7 @@ def open_fleet(
         staging=server.staging,
         threads=config.run.threads,
         start_s=server.start_s,
+        update_s=server.update_s,
     )
     key = _key(server.admin_key_env)
     processes = () if server.urls else tuple(ServerProcess(launch, cores, key) for cores in shares.servers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def launch_of(model: Path) -> Launch:
 
 def test_a_server_is_told_how_long_an_update_may_take_and_what_of_the_engine_is_not_the_default(tmp_path: Path) -> None:
     words = launch_of(tmp_path).command([], 9)
-    told = dict(zip(words, words[1:], strict=False))
+    told = dict(itertools.pairwise(words))
     assert (told["--update-s"], told["--staging"], told["--engine.max_running"]) == ("600.0", "in_place", "7")
     assert sum(word.startswith("--engine.") for word in words) == 1
 

@@ -13,9 +13,16 @@ from typing import Final
 
 import torch
 
-VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
+VARIABLES: Final = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""By which users limit oneDNN; it takes the first that is set, and a word that it does not know for no limit."""
 TWO_TILES: Final = 32
 """Rows of two AMX tiles."""
+_WITHOUT_AMX: Final = frozenset(
+    (
+        *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX10_1_512"),
+        *("AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16"),
+    )
+)
 
 
 @cache
@@ -23,6 +30,5 @@ def rows_at_once(dtype: torch.dtype) -> int | None:
     """Most rows of one product with a weight of ``dtype`` for which kernels keep one order; None for any number."""
     if dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return None
-    allowed = os.environ.get(VARIABLE, "ALL").upper()
-    # oneDNN's names for what lies above AVX-512 contain one of these; with any other it leaves AMX alone.
-    return TWO_TILES if any(word in allowed for word in ("AMX", "ALL", "DEFAULT", "AVX10")) else None
+    limit = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "ALL")
+    return None if limit.upper() in _WITHOUT_AMX else TWO_TILES

@@ -25,7 +25,7 @@ _PACKED_BLOCKS = 4
 
 def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None, path: NumericsPath) -> Tensor:
     """x @ weight.T + bias in the dtype of x. Exact when T is padded by ``path``."""
-    rows = path.rows_at_once(x_TK.dtype)
+    rows = path.rows_at_once(x_TK.dtype) if x_TK.is_cpu else None
     if rows is None or len(x_TK) <= rows:
         return _product(x_TK, weight_NK, bias_N)
     if isinstance(weight_NK, PackedWeight):

@@ -183,8 +183,8 @@ def _check_packing(bench: _Bench) -> Iterator[str]:
         for threads, count in product(bench.threads, _VOCABULARY_ROWS if name == "logits" else _ROWS):
             with threads_set_to(threads):
                 x = rows[torch.arange(count) % len(rows)]
-                packed_rows, rows_alone = (basic.linear(x, held, bias, bench.path) for held in (packed, weight))
-                differing = int((packed_rows != rows_alone).any(-1).sum())
+                packed_rows, plain_rows = (basic.linear(x, held, bias, bench.path) for held in (packed, weight))
+                differing = int((packed_rows != plain_rows).any(-1).sum())
             if differing:
                 yield f"{name}: {differing} of {count} rows differ ({threads} threads)"
 

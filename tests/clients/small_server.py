@@ -389,7 +389,7 @@ class Running:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("model", "dtype", "numerics", "host", "port", "staging", "threads", "cores", "ready-fd"):
+    for name in ("model", "dtype", "numerics", "host", "port", "staging", "threads", "cores", "ready-fd", "update-s"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--admin-key-env")
     parser.add_argument("--end-with-parent", action="store_true")

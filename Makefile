@@ -5,9 +5,9 @@ PYTHON ?= python3
 # large, over the one this machine has.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-# A process that dies is made anew this many times, for it begins with the test it died of.
-PYTEST := -m pytest -n 2 --dist loadfile --max-worker-restart 2
-LONG := -o faulthandler_timeout=3700
+# A test that hangs where no signal reaches it takes its process along. Such a process is made anew this many times, for
+# it begins with the test it died of.
+PYTEST := -m pytest -n 2 --dist loadfile --max-worker-restart 2 -o faulthandler_exit_on_timeout=true
 # Every run gets a folder of its own.
 RUN_DIR ?= runs/sums-$(shell date +%Y%m%d-%H%M%S)
 
@@ -47,10 +47,10 @@ sandbox:  ## install bubblewrap where that needs no question; else say how
 		'install bubblewrap with your package manager'
 
 test: model sandbox  ## the suite
-	$(TEST_ENV) $(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python $(PYTEST) -o faulthandler_timeout=300 $(PYTEST_ARGS)
 
 test-all: model sandbox  ## the suite with its slow tests
-	$(TEST_ENV) $(BIN)/python $(PYTEST) -m '' $(LONG) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python $(PYTEST) -m '' -o faulthandler_timeout=3700 $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check

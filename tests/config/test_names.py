@@ -35,7 +35,7 @@ def typos(path: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PLAIN_KEYS)
 def test_one_wrong_letter_in_any_flag_fails_and_the_right_key_is_named(path: str) -> None:
-    for typo in typos(path)[::4]:
+    for typo in typos(path)[::5]:  # four kinds for each letter: the fifth is of the next kind
         with pytest.raises(ConfigError) as caught:
             load_config([], [f"--{typo}=1"])
         assert f"--{path}" in str(caught.value), (typo, str(caught.value))
